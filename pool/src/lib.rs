@@ -1,0 +1,4 @@
+//! A GPU memory pool whose allocations carry generation tokens.
+
+pub mod driver;
+pub mod mutant;

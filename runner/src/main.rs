@@ -1,0 +1,2 @@
+//! The `evergraph` command.
+fn main() {}
