@@ -14,6 +14,8 @@
 //! ([`Driver::bind`], `cuCtxSetCurrent`); the host device refuses a call made without it, so that a
 //! missing bind is found without a GPU. Everything is object safe: pools hold an `Arc<dyn Driver>`.
 
+#![allow(unsafe_code)]
+
 mod error;
 pub mod faulty;
 pub mod host;
