@@ -25,7 +25,7 @@ use std::fmt::Debug;
 use std::sync::Arc;
 
 pub use error::{DriverError, DriverErrorKind, DriverResult, Fault};
-pub use faulty::Faulty;
+pub use faulty::{Call, Faulty};
 pub use types::*;
 
 /// A device: the four traits and its identity.
