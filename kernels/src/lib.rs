@@ -1,1 +1,36 @@
-//! Evergraph kernels.
+//! Ops over quantised tensors, and the CPU bodies that run them.
+//!
+//! An op is a plain struct of [`TensorView`](ops::TensorView)s and scalars. It checks itself, says what
+//! it reads and writes, and launches one kernel through the driver with packed arguments, so that a
+//! capture records it like any kernel:
+//!
+//! ```no_run
+//! use evergraph_kernels::ops::{Add, Op, TensorView};
+//! # fn f(kernels: &evergraph_kernels::Kernels, h: TensorView, x: TensorView,
+//! #      stream: evergraph_pool::driver::StreamHandle) -> Result<(), evergraph_kernels::KernelError> {
+//! Add { a: h.clone(), b: x, out: h }.launch(kernels, stream)?;
+//! # Ok(()) }
+//! ```
+//!
+//! | module | what |
+//! |---|---|
+//! | [`ops`] | one typed description per op, views and their roots, the plan |
+//! | [`quant`] | GGUF block formats: sizes, dequantisation, simple quantisers |
+//! | [`cpu`] | the bodies for the host device |
+//!
+//! # Cost model
+//! One launch per op. What changes from token to token (token id, position, sampling state) is read from
+//! device memory, and grids depend on capacities only: a decode step is the same graph for each token.
+//! A matrix product with few tokens reads each weight block once and is bound by memory; one with many
+//! dequantises tiles and is bound by arithmetic. The result of one output element does not depend on the
+//! number of threads.
+
+pub mod cpu;
+mod error;
+mod module;
+pub mod ops;
+pub mod quant;
+
+pub use cpu::threads;
+pub use error::KernelError;
+pub use module::Kernels;

@@ -1,0 +1,120 @@
+//! Attention over a cache.
+
+use super::check::Check;
+use super::kv_store::CACHE_TYPES;
+use super::{Call, Op, TensorView};
+use crate::KernelError;
+
+/// `out = softmax(scale * q k^T, causal) v` with grouped heads; softmax and sums in `f32`.
+///
+/// Query `t` at position `p = positions[t]` sees the cache rows `max(0, p - window + 1) ..= p`, which must have been
+/// stored before (its own among them). Head `h` uses key head `h / (H / Hkv)`. Work depends on the positions,
+/// the grid on shapes only. A position outside the cache is a fault.
+#[derive(Clone, Debug)]
+pub struct Attention {
+    /// `[T, H, d]` F32.
+    pub q: TensorView,
+    /// `[C, Hkv, d]` F32, F16 or BF16.
+    pub k: TensorView,
+    /// `[C, Hkv, dv]`, the type of `k`.
+    pub v: TensorView,
+    /// `[T]` I32, in device memory.
+    pub positions: TensorView,
+    /// `[T, H, dv]` F32.
+    pub out: TensorView,
+    /// Factor of the scores.
+    pub scale: f32,
+    /// Sliding window in tokens, the query's own included; none means all before.
+    pub window: Option<u32>,
+    /// `c * tanh(score / c)` on scaled scores.
+    pub softcap: Option<f32>,
+    /// One more score per head `[H]` F32 that takes part in the denominator only.
+    pub sinks: Option<TensorView>,
+    /// Whether position `p` is in row `p mod C`; then `C >= window + T - 1`.
+    pub ring: bool,
+}
+
+impl Op for Attention {
+    fn name(&self) -> &'static str {
+        "attention"
+    }
+
+    fn reads(&self) -> Vec<&TensorView> {
+        let mut list = vec![&self.q, &self.k, &self.v, &self.positions];
+        list.extend(&self.sinks);
+        list
+    }
+
+    fn writes(&self) -> Vec<&TensorView> {
+        vec![&self.out]
+    }
+
+    fn check(&self) -> Result<(), KernelError> {
+        let check = Check(self.name());
+        check.rank("q", &self.q, &["T", "H", "d"])?;
+        check.f32("q", &self.q)?;
+        check.rank("k", &self.k, &["C", "Hkv", "d"])?;
+        check.rank("v", &self.v, &["C", "Hkv", "dv"])?;
+        check.ty("k", &self.k, CACHE_TYPES, "F32, F16 or BF16")?;
+        check.ty("v", &self.v, &[self.k.ty()], "the type of k")?;
+        let (tokens, heads, d) = (self.q.dim(0), self.q.dim(1), self.q.dim(2));
+        check.shape("k", &self.k, &[self.k.dim(0), self.k.dim(1), d])?;
+        check.shape("v", &self.v, &[self.k.dim(0), self.k.dim(1), self.v.dim(2)])?;
+        if !heads.is_multiple_of(self.k.dim(1)) {
+            return Err(check.bad_shape("q", &self.q, format!("[T, a multiple of {} heads, d]", self.k.dim(1))));
+        }
+        check.f32("out", &self.out)?;
+        check.shape("out", &self.out, &[tokens, heads, self.v.dim(2)])?;
+        check.i32("positions", &self.positions)?;
+        check.shape("positions", &self.positions, &[tokens])?;
+        if let Some(sinks) = &self.sinks {
+            check.f32("sinks", sinks)?;
+            check.shape("sinks", sinks, &[heads])?;
+            check.apart("out", &self.out, &[("sinks", sinks)])?;
+        }
+        let inputs = [("q", &self.q), ("k", &self.k), ("v", &self.v), ("positions", &self.positions)];
+        check.apart("out", &self.out, &inputs)?;
+        check.parameter(self.scale.is_finite(), "scale", self.scale, "finite")?;
+        check.parameter(self.window != Some(0), "window", self.window, "at least 1")?;
+        check.parameter(self.softcap.is_none_or(|c| c.is_finite() && c > 0.0), "softcap", self.softcap, "positive")?;
+        if self.ring {
+            let Some(window) = self.window else {
+                return check.parameter(false, "window", self.window, "given for a ring");
+            };
+            let needed = (window as usize).saturating_add(tokens - 1);
+            if self.k.dim(0) < needed {
+                return Err(check.bad_shape("k", &self.k, format!("at least {needed} rows (window + T - 1)")));
+            }
+        }
+        Ok(())
+    }
+
+    fn call(&self) -> Call {
+        Call::new(self.q.dim(0).saturating_mul(self.k.dim(1)))
+            .view(&self.q)
+            .stride(&self.q, 0)
+            .stride(&self.q, 1)
+            .view(&self.k)
+            .stride(&self.k, 0)
+            .stride(&self.k, 1)
+            .view(&self.v)
+            .stride(&self.v, 0)
+            .stride(&self.v, 1)
+            .ty(&self.k)
+            .view(&self.positions)
+            .optional(self.sinks.as_ref())
+            .view(&self.out)
+            .stride(&self.out, 0)
+            .stride(&self.out, 1)
+            .dim(self.q.dim(0))
+            .dim(self.q.dim(1))
+            .dim(self.k.dim(1))
+            .dim(self.q.dim(2))
+            .dim(self.v.dim(2))
+            .dim(self.k.dim(0))
+            .dim(self.window.unwrap_or(0) as usize)
+            .dim(usize::from(self.ring))
+            .float(self.scale)
+            .float(self.softcap.unwrap_or(0.0))
+    }
+}

@@ -1,0 +1,114 @@
+//! What ops ask of their views.
+
+use super::TensorView;
+use crate::KernelError;
+use crate::quant::QuantType;
+
+/// The checks of one op.
+pub(super) struct Check(pub(super) &'static str);
+
+impl Check {
+    fn label(role: &str, view: &TensorView) -> String {
+        format!("{role} ({})", view.root().name)
+    }
+
+    /// `view` has exactly this shape.
+    pub(super) fn shape(&self, role: &str, view: &TensorView, shape: &[usize]) -> Result<(), KernelError> {
+        if view.shape() == shape { Ok(()) } else { Err(self.bad_shape(role, view, format!("{shape:?}"))) }
+    }
+
+    /// `view` has this many dimensions.
+    pub(super) fn rank(&self, role: &str, view: &TensorView, names: &[&str]) -> Result<(), KernelError> {
+        if view.rank() == names.len() {
+            Ok(())
+        } else {
+            Err(self.bad_shape(role, view, format!("[{}]", names.join(", "))))
+        }
+    }
+
+    pub(super) fn bad_shape(&self, role: &str, view: &TensorView, expected: String) -> KernelError {
+        KernelError::Shape { op: self.0, tensor: Self::label(role, view), expected, found: view.shape().to_vec() }
+    }
+
+    /// `view` has one of these types.
+    pub(super) fn ty(
+        &self,
+        role: &str,
+        view: &TensorView,
+        types: &[QuantType],
+        expected: &'static str,
+    ) -> Result<(), KernelError> {
+        if types.contains(&view.ty()) { Ok(()) } else { Err(self.bad_type(role, view, expected)) }
+    }
+
+    fn bad_type(&self, role: &str, view: &TensorView, expected: &'static str) -> KernelError {
+        KernelError::Type { op: self.0, tensor: Self::label(role, view), expected, found: view.ty() }
+    }
+
+    pub(super) fn f32(&self, role: &str, view: &TensorView) -> Result<(), KernelError> {
+        self.ty(role, view, &[QuantType::F32], "F32")
+    }
+
+    pub(super) fn i32(&self, role: &str, view: &TensorView) -> Result<(), KernelError> {
+        self.ty(role, view, &[QuantType::I32], "I32")
+    }
+
+    /// `view` can be turned into `f32`.
+    pub(super) fn weight(&self, role: &str, view: &TensorView) -> Result<(), KernelError> {
+        if view.ty().supported() { Ok(()) } else { Err(self.bad_type(role, view, "a supported float or block type")) }
+    }
+
+    /// `view` has no gaps.
+    pub(super) fn contiguous(&self, role: &str, view: &TensorView) -> Result<(), KernelError> {
+        if view.is_contiguous() { Ok(()) } else { Err(self.layout(role, view, "must be contiguous")) }
+    }
+
+    pub(super) fn layout(&self, role: &str, view: &TensorView, what: &'static str) -> KernelError {
+        KernelError::Layout { op: self.0, tensor: Self::label(role, view), what }
+    }
+
+    /// `written` shares no byte with the others.
+    pub(super) fn apart(
+        &self,
+        role: &str,
+        written: &TensorView,
+        others: &[(&str, &TensorView)],
+    ) -> Result<(), KernelError> {
+        for (other_role, other) in others {
+            if written.overlaps(other) {
+                return Err(KernelError::Overlap {
+                    op: self.0,
+                    written: Self::label(role, written),
+                    other: Self::label(other_role, other),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// `written` is exactly `other`, or shares no byte with it.
+    pub(super) fn same_or_apart(
+        &self,
+        role: &str,
+        written: &TensorView,
+        other_role: &str,
+        other: &TensorView,
+    ) -> Result<(), KernelError> {
+        if written.same_place(other) { Ok(()) } else { self.apart(role, written, &[(other_role, other)]) }
+    }
+
+    /// A scalar condition.
+    pub(super) fn parameter(
+        &self,
+        ok: bool,
+        name: &'static str,
+        value: impl std::fmt::Debug,
+        expected: &'static str,
+    ) -> Result<(), KernelError> {
+        if ok {
+            Ok(())
+        } else {
+            Err(KernelError::Parameter { op: self.0, name, value: format!("{value:?}"), expected })
+        }
+    }
+}

@@ -1,0 +1,139 @@
+//! One typed description per op, tensor views and their roots, and the plan.
+//!
+//! Names in shapes: `T` tokens of the launch, `D` width, `H` heads, `d` head width, `E` experts, `K`
+//! experts used, `V` vocabulary. Shapes are row-major (`[rows, cols]`); activations are `f32`.
+//! Every op wants its last dimension contiguous; leading dimensions may be strided unless said otherwise.
+
+mod check;
+mod plan;
+mod view;
+
+mod advance;
+mod argmax;
+mod attention;
+mod copy;
+mod elementwise;
+mod expert_matmul;
+mod expert_sum;
+mod fill;
+mod get_rows;
+mod glu;
+mod kv_store;
+mod matmul;
+mod rms_norm;
+mod rope;
+mod router;
+mod sample;
+
+#[cfg(test)]
+mod tests;
+
+use std::fmt::Debug;
+
+use evergraph_pool::driver::{Args, LaunchConfig, StreamHandle};
+
+pub use advance::Advance;
+pub use argmax::ArgMax;
+pub use attention::Attention;
+pub use copy::Copy;
+pub use elementwise::{Add, Mul, Scale, Softcap};
+pub use expert_matmul::ExpertMatMul;
+pub use expert_sum::ExpertSum;
+pub use fill::Fill;
+pub use get_rows::GetRows;
+pub use glu::{Activation, Glu};
+pub use kv_store::KvStore;
+pub use matmul::MatMul;
+pub use plan::{Access, Plan};
+pub use rms_norm::RmsNorm;
+pub use rope::{Rope, RopeKind, Yarn};
+pub use router::{Router, Scoring};
+pub use sample::{Sample, SampleState};
+pub use view::{MAX_RANK, Root, TensorView};
+
+use crate::{KernelError, Kernels};
+
+/// A described piece of work: one kernel launch.
+pub trait Op: Debug + Send + Sync {
+    /// Its name, also that of its kernel.
+    fn name(&self) -> &'static str;
+
+    /// The views that it reads (those that it reads *and* writes are in both lists).
+    fn reads(&self) -> Vec<&TensorView>;
+
+    /// The views that it writes.
+    fn writes(&self) -> Vec<&TensorView>;
+
+    /// Whether shapes, types, layouts and scalars fit.
+    ///
+    /// # Errors
+    /// A [`KernelError`] that names the op and the tensor.
+    fn check(&self) -> Result<(), KernelError>;
+
+    /// The launch: grid and packed arguments. Only meaningful for an op that passes [`check`](Self::check).
+    fn call(&self) -> Call;
+
+    /// Checks, then launches on `stream`; a capturing stream records it.
+    ///
+    /// # Errors
+    /// Those of [`check`](Self::check) and the driver's.
+    fn launch(&self, kernels: &Kernels, stream: StreamHandle) -> Result<(), KernelError> {
+        self.check()?;
+        let call = self.call();
+        kernels.launch(self.name(), &call.config, call.args.as_bytes(), stream)
+    }
+}
+
+/// Grid and packed arguments of a launch.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Call {
+    /// The launch shape; it depends on shapes and capacities only.
+    pub config: LaunchConfig,
+    /// The arguments, in the order of the kernel's parameters.
+    pub args: Args,
+}
+
+impl Call {
+    /// A launch of `blocks` blocks.
+    fn new(blocks: usize) -> Self {
+        let blocks = u32::try_from(blocks).unwrap_or(u32::MAX).max(1);
+        Self { config: LaunchConfig::linear(blocks, 256), args: Args::new() }
+    }
+
+    fn view(mut self, view: &TensorView) -> Self {
+        self.args.ptr(view.ptr());
+        self
+    }
+
+    fn optional(mut self, view: Option<&TensorView>) -> Self {
+        self.args.ptr(view.map_or(evergraph_pool::driver::DevicePtr::NULL, TensorView::ptr));
+        self
+    }
+
+    /// A dimension or count. Views have no dimension above `i32::MAX`.
+    fn dim(mut self, value: usize) -> Self {
+        self.args.u32(u32::try_from(value).unwrap_or(u32::MAX));
+        self
+    }
+
+    /// A stride of `view`, in elements (blocks for quantised types are handled by whole rows: bytes).
+    fn stride(mut self, view: &TensorView, axis: usize) -> Self {
+        self.args.u64(view.stride_bytes(axis) as u64);
+        self
+    }
+
+    fn ty(mut self, view: &TensorView) -> Self {
+        self.args.u32(view.ty().id());
+        self
+    }
+
+    fn int(mut self, value: i32) -> Self {
+        self.args.i32(value);
+        self
+    }
+
+    fn float(mut self, value: f32) -> Self {
+        self.args.f32(value);
+        self
+    }
+}

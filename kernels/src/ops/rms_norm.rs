@@ -1,0 +1,94 @@
+//! Root mean square norm.
+
+use super::check::Check;
+use super::{Call, Op, TensorView};
+use crate::KernelError;
+
+/// `out = residual + scale * x / sqrt(mean(x^2) + eps) * weight` over the last dimension.
+///
+/// With three dimensions the norm is per head. `out` may be `x` or `residual`.
+#[derive(Clone, Debug)]
+pub struct RmsNorm {
+    /// `[T, D]` or `[T, H, d]` F32.
+    pub x: TensorView,
+    /// `[D]` or `[d]` F32; none means ones.
+    pub weight: Option<TensorView>,
+    /// Shaped like `x`, F32; none means zeros.
+    pub residual: Option<TensorView>,
+    /// Shaped like `x`, F32.
+    pub out: TensorView,
+    /// Added to the mean square; more than 0.
+    pub eps: f32,
+    /// Factor of the normed value, 1 for the plain norm.
+    pub scale: f32,
+}
+
+impl RmsNorm {
+    /// The plain norm: no residual, factor 1.
+    #[must_use]
+    pub fn new(x: TensorView, weight: TensorView, out: TensorView, eps: f32) -> Self {
+        Self { x, weight: Some(weight), residual: None, out, eps, scale: 1.0 }
+    }
+
+    /// `h += norm(x) * weight`.
+    #[must_use]
+    pub fn add_to(h: TensorView, x: TensorView, weight: TensorView, eps: f32) -> Self {
+        Self { x, weight: Some(weight), residual: Some(h.clone()), out: h, eps, scale: 1.0 }
+    }
+}
+
+impl Op for RmsNorm {
+    fn name(&self) -> &'static str {
+        "rms_norm"
+    }
+
+    fn reads(&self) -> Vec<&TensorView> {
+        [Some(&self.x), self.weight.as_ref(), self.residual.as_ref()].into_iter().flatten().collect()
+    }
+
+    fn writes(&self) -> Vec<&TensorView> {
+        vec![&self.out]
+    }
+
+    fn check(&self) -> Result<(), KernelError> {
+        let check = Check(self.name());
+        check.f32("x", &self.x)?;
+        if !(2..=3).contains(&self.x.rank()) {
+            return Err(check.bad_shape("x", &self.x, "[T, D] or [T, H, d]".to_owned()));
+        }
+        check.f32("out", &self.out)?;
+        check.shape("out", &self.out, self.x.shape())?;
+        check.same_or_apart("out", &self.out, "x", &self.x)?;
+        if let Some(weight) = &self.weight {
+            check.f32("weight", weight)?;
+            check.shape("weight", weight, &[self.x.cols()])?;
+            check.apart("out", &self.out, &[("weight", weight)])?;
+        }
+        if let Some(residual) = &self.residual {
+            check.f32("residual", residual)?;
+            check.shape("residual", residual, self.x.shape())?;
+            check.same_or_apart("out", &self.out, "residual", residual)?;
+        }
+        check.parameter(self.eps.is_finite() && self.eps > 0.0, "eps", self.eps, "positive")?;
+        check.parameter(self.scale.is_finite(), "scale", self.scale, "finite")
+    }
+
+    fn call(&self) -> Call {
+        let heads = if self.x.rank() == 3 { self.x.dim(1) } else { 1 };
+        let head = |call: Call, view: &TensorView| {
+            let call = call.stride(view, 0);
+            if view.rank() == 3 { call.stride(view, 1) } else { call.stride(view, 2) }
+        };
+        let residual = self.residual.as_ref();
+        let call = Call::new(self.x.rows())
+            .view(&self.x)
+            .optional(self.weight.as_ref())
+            .optional(residual)
+            .view(&self.out)
+            .dim(self.x.dim(0))
+            .dim(heads)
+            .dim(self.x.cols());
+        let call = head(head(head(call, &self.x), residual.unwrap_or(&self.x)), &self.out);
+        call.float(self.eps).float(self.scale)
+    }
+}

@@ -1,0 +1,109 @@
+//! Choice of experts.
+
+use super::check::Check;
+use super::{Call, Op, TensorView};
+use crate::KernelError;
+
+/// How router outputs become scores.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Scoring {
+    /// Softmax over all experts.
+    Softmax,
+    /// Sigmoid of each.
+    Sigmoid,
+    /// Square root of softplus of each.
+    SqrtSoftplus,
+}
+
+/// The top K experts of each token and their weights, in `f32`.
+///
+/// `s = scoring(logits)`; chosen are the K greatest `s + bias`, best first, ties to the lowest index. Weights are
+/// `s` of the chosen (never the biased value), over their sum if `norm`, times `scale`. With groups only experts
+/// of the best groups compete; a group counts the sum of its two greatest `s + bias`.
+#[derive(Clone, Debug)]
+pub struct Router {
+    /// `[T, E]` F32.
+    pub logits: TensorView,
+    /// `[E]` F32, added for the choice only.
+    pub bias: Option<TensorView>,
+    /// `[T, K]` I32, contiguous.
+    pub ids: TensorView,
+    /// `[T, K]` F32, contiguous.
+    pub weights: TensorView,
+    /// From logits to scores.
+    pub scoring: Scoring,
+    /// (groups, groups used); none or (1, 1) means all experts compete.
+    pub groups: Option<(u32, u32)>,
+    /// Whether weights are divided by their sum.
+    pub norm: bool,
+    /// Factor of the weights.
+    pub scale: f32,
+}
+
+impl Op for Router {
+    fn name(&self) -> &'static str {
+        "router"
+    }
+
+    fn reads(&self) -> Vec<&TensorView> {
+        [Some(&self.logits), self.bias.as_ref()].into_iter().flatten().collect()
+    }
+
+    fn writes(&self) -> Vec<&TensorView> {
+        vec![&self.ids, &self.weights]
+    }
+
+    fn check(&self) -> Result<(), KernelError> {
+        let check = Check(self.name());
+        check.rank("logits", &self.logits, &["T", "E"])?;
+        check.f32("logits", &self.logits)?;
+        let (tokens, experts) = (self.logits.dim(0), self.logits.dim(1));
+        check.rank("ids", &self.ids, &["T", "K"])?;
+        check.i32("ids", &self.ids)?;
+        check.contiguous("ids", &self.ids)?;
+        check.shape("ids", &self.ids, &[tokens, self.ids.dim(1)])?;
+        let used = self.ids.dim(1);
+        check.f32("weights", &self.weights)?;
+        check.shape("weights", &self.weights, &[tokens, used])?;
+        check.contiguous("weights", &self.weights)?;
+        if let Some(bias) = &self.bias {
+            check.f32("bias", bias)?;
+            check.shape("bias", bias, &[experts])?;
+        }
+        let (groups, groups_used) = self.groups.unwrap_or((1, 1));
+        let fits = groups >= 1
+            && (1..=groups).contains(&groups_used)
+            && experts.is_multiple_of(groups as usize)
+            && (groups == 1 || experts / groups as usize >= 2);
+        check.parameter(fits, "groups", self.groups, "a divisor of the experts, with no more used than there are")?;
+        let available = experts / groups as usize * groups_used as usize;
+        if used > available {
+            return Err(check.bad_shape("ids", &self.ids, format!("[T, at most {available} experts]")));
+        }
+        check.apart("ids", &self.ids, &[("weights", &self.weights), ("logits", &self.logits)])?;
+        check.apart("weights", &self.weights, &[("logits", &self.logits)])?;
+        check.parameter(self.scale.is_finite(), "scale", self.scale, "finite")
+    }
+
+    fn call(&self) -> Call {
+        let (groups, groups_used) = self.groups.unwrap_or((1, 1));
+        Call::new(self.logits.dim(0))
+            .view(&self.logits)
+            .stride(&self.logits, 0)
+            .optional(self.bias.as_ref())
+            .view(&self.ids)
+            .view(&self.weights)
+            .dim(self.logits.dim(0))
+            .dim(self.logits.dim(1))
+            .dim(self.ids.dim(1))
+            .dim(match self.scoring {
+                Scoring::Softmax => 0,
+                Scoring::Sigmoid => 1,
+                Scoring::SqrtSoftplus => 2,
+            })
+            .dim(groups as usize)
+            .dim(groups_used as usize)
+            .dim(usize::from(self.norm))
+            .float(self.scale)
+    }
+}
