@@ -42,6 +42,8 @@ pub struct Call {
     pub args: SmallVec<[(&'static str, u64); 6]>,
     /// What came back: the handle, pointer, count or switch as a word (0 where there is none), or why not.
     pub result: Result<u64, DriverErrorKind>,
+    /// The contents of a byte-slice argument: the packed arguments of a kernel launch.
+    pub payload: Vec<u8>,
 }
 
 impl Call {
@@ -146,6 +148,14 @@ impl<D: Driver + ?Sized> Faulty<D> {
         std::mem::take(&mut *self.log.lock())
     }
 
+    /// Puts a line of the caller's own into the log, between the calls around it: `name`, with `args`. Only while
+    /// the log is on. Lets a checker tell what came before what, across threads.
+    pub fn mark(&self, name: &'static str, args: &[(&'static str, u64)]) {
+        if self.logging.load(Ordering::Acquire) {
+            self.push(name, args, Ok(0), Vec::new());
+        }
+    }
+
     /// Calls of that kind so far, failed ones included; 0 for a name that no call has. `"any"` adds all.
     #[must_use]
     pub fn count(&self, call: &str) -> u64 {
@@ -196,13 +206,23 @@ impl<D: Driver + ?Sized> Faulty<D> {
         }
     }
 
-    fn note<T: Word>(&self, index: usize, result: &DriverResult<T>, args: &[(&'static str, u64)]) {
+    fn note<T: Word>(&self, index: usize, result: &DriverResult<T>, args: &[(&'static str, u64)], payload: Vec<u8>) {
         let result = match result {
             Ok(value) => Ok(value.word()),
             Err(error) => Err(error.kind.clone()),
         };
-        let call =
-            Call { name: CALLS[index], thread: std::thread::current().id(), args: SmallVec::from_slice(args), result };
+        self.push(CALLS[index], args, result, payload);
+    }
+
+    fn push(
+        &self,
+        name: &'static str,
+        args: &[(&'static str, u64)],
+        result: Result<u64, DriverErrorKind>,
+        payload: Vec<u8>,
+    ) {
+        let args = SmallVec::from_slice(args);
+        let call = Call { name, thread: std::thread::current().id(), args, result, payload };
         self.log.lock().push(call);
     }
 }
@@ -217,6 +237,10 @@ fn default_failure(call: &str) -> DriverErrorKind {
 /// A value as one word of the log.
 trait Word {
     fn word(&self) -> u64;
+
+    fn payload(&self) -> Vec<u8> {
+        Vec::new()
+    }
 }
 
 macro_rules! words {
@@ -254,7 +278,6 @@ words! {
     FunctionHandle: v => v.0;
     DeviceOrdinal: v => u64::from(v.0);
     &[DeviceOrdinal]: v => v.len() as u64;
-    &[u8]: v => v.len() as u64;
     &str: v => v.len() as u64;
     &LaunchConfig: v => u64::from(v.grid[0]);
     CaptureMode: v => *v as u64;
@@ -274,6 +297,16 @@ words! {
     Vec<(NodeHandle, NodeHandle)>: v => v.len() as u64;
     Node: _value => 0;
     Option<Arc<ParamLayout>>: v => v.as_ref().map_or(0, |l| l.params.len() as u64);
+}
+
+impl Word for &[u8] {
+    fn word(&self) -> u64 {
+        self.len() as u64
+    }
+
+    fn payload(&self) -> Vec<u8> {
+        self.to_vec()
+    }
 }
 
 const fn index_of(name: &str) -> usize {
@@ -306,12 +339,17 @@ macro_rules! forward {
                 $($unsafe)? fn $name(&self $(, $arg: $ty)*) -> DriverResult<$ret> {
                     const INDEX: usize = index_of(stringify!($name));
                     let args: &[(&'static str, u64)] = &[$((stringify!($arg), $arg.word())),*];
+                    #[allow(unused_mut)]
+                    let mut payload: Vec<u8> = Vec::new();
+                    if self.logging.load(Ordering::Acquire) {
+                        $(payload.extend($arg.payload());)*
+                    }
                     let result = self.gate(INDEX).and_then(|()| {
                         // SAFETY: where the method is unsafe, its caller keeps the same contract.
                         unsafe { self.inner.$name($($arg),*) }
                     });
                     if self.logging.load(Ordering::Acquire) {
-                        self.note(INDEX, &result, args);
+                        self.note(INDEX, &result, args, payload);
                     }
                     result
                 }
@@ -391,7 +429,7 @@ impl<D: Driver + ?Sized> Driver for Faulty<D> {
         const INDEX: usize = index_of("bind");
         let result = self.gate(INDEX).and_then(|()| self.inner.bind());
         if self.logging.load(Ordering::Acquire) {
-            self.note(INDEX, &result, &[]);
+            self.note(INDEX, &result, &[], Vec::new());
         }
         result
     }
