@@ -1,1 +1,10 @@
-//! Evergraph runner.
+//! Runs Gemma and DeepSeek models on the Evergraph pool and graph cache.
+//!
+//! GGUF in (memory-mapped, never trusted), text out. The step of a model is a list of ops with fixed
+//! addresses; what changes from token to token lives in device memory, so that a decode step is the same
+//! captured graph until the shape of the work changes.
+
+mod error;
+pub mod gguf;
+
+pub use error::{BadFile, Error, Result};

@@ -1,0 +1,168 @@
+//! The crate's one error type.
+
+use std::fmt;
+use std::path::PathBuf;
+
+use crate::gguf::Check;
+
+/// Result of the runner's functions.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Separates what went wrong from what to try in an error's text.
+const ADVICE: &str = "; try: ";
+
+/// What went wrong: what was asked, what was found, and what to try.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A file could not be opened, read, mapped or written.
+    #[error("{what} {}: {source}; try: check the path and its permissions", path.display())]
+    Io {
+        /// What was being done.
+        what: &'static str,
+        /// To which file.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// Writing a result failed (a closed pipe is not reported this way).
+    #[error("can not write the output: {0}; try: check the disk behind standard output")]
+    Output(std::io::Error),
+    /// A model file that can not be read.
+    #[error("{0}")]
+    BadFile(Box<BadFile>),
+    /// A metadata key is missing or holds something else than the model needs.
+    #[error("metadata key {key}: expected {expected}, found {found}; try: another file, or convert the model again")]
+    Metadata {
+        /// The key.
+        key: String,
+        /// What the model needs.
+        expected: String,
+        /// What the file has.
+        found: String,
+    },
+    /// A tensor is missing or has another shape or type than the model needs.
+    #[error("tensor {name}: expected {expected}, found {found}; try: another file, or convert the model again")]
+    Tensor {
+        /// The tensor's name.
+        name: String,
+        /// What the model needs.
+        expected: String,
+        /// What the file has.
+        found: String,
+    },
+    /// Something that this version can not do.
+    #[error("{what} is not supported: found {found}; try: {advice}")]
+    Unsupported {
+        /// What was asked for.
+        what: &'static str,
+        /// The value found.
+        found: String,
+        /// What to use instead.
+        advice: String,
+    },
+    /// Text could not be turned into tokens or back.
+    #[error("tokenizer: {0}")]
+    Tokenizer(String),
+    /// A chat template could not be run.
+    #[error("chat template: {0}; try: --chat-template gemma, or a plain prompt without --chat")]
+    Template(String),
+    /// A token id outside the vocabulary.
+    #[error("token id {id}: the vocabulary has {vocabulary} tokens; try: ids below {vocabulary}")]
+    TokenId {
+        /// The id.
+        id: i64,
+        /// Number of tokens.
+        vocabulary: usize,
+    },
+    /// More tokens than the context holds.
+    #[error("{tokens} tokens were asked for, the context holds {context}; try: a larger -c, or a shorter text")]
+    ContextFull {
+        /// Tokens wanted.
+        tokens: usize,
+        /// Tokens that fit.
+        context: usize,
+    },
+    /// An argument or option with an impossible value.
+    #[error("{name}: expected {expected}, found {found}; try: evergraph help")]
+    Argument {
+        /// The option.
+        name: &'static str,
+        /// What it takes.
+        expected: String,
+        /// What it got.
+        found: String,
+    },
+    /// A device that is not there.
+    #[error("device {asked}: {found}; try: {advice}")]
+    NoDevice {
+        /// What was asked for.
+        asked: String,
+        /// Why it can not be had.
+        found: String,
+        /// What to do.
+        advice: String,
+    },
+    /// A check that did not hold.
+    #[error("a check did not hold: {0}")]
+    CheckFailed(String),
+}
+
+impl Error {
+    /// The exit status that interface users rely on: 1 the work failed, 2 the words were off, 3 no such device.
+    #[must_use]
+    pub fn exit_status(&self) -> u8 {
+        match self {
+            Self::Argument { .. } => 2,
+            Self::NoDevice { .. } => 3,
+            _ => 1,
+        }
+    }
+
+    /// The text without its advice, and the advice.
+    #[must_use]
+    pub fn parts(&self) -> (String, Option<String>) {
+        let text = self.to_string();
+        match text.split_once(ADVICE) {
+            Some((what, advice)) => (what.to_owned(), Some(advice.to_owned())),
+            None => (text, None),
+        }
+    }
+
+    pub(crate) fn io(what: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(std::io::Error) -> Self {
+        let path = path.into();
+        move |source| Self::Io { what, path, source }
+    }
+
+    pub(crate) fn metadata(key: impl Into<String>, expected: impl Into<String>, found: impl fmt::Display) -> Self {
+        Self::Metadata { key: key.into(), expected: expected.into(), found: found.to_string() }
+    }
+
+    pub(crate) fn tensor(name: impl Into<String>, expected: impl Into<String>, found: impl fmt::Display) -> Self {
+        Self::Tensor { name: name.into(), expected: expected.into(), found: found.to_string() }
+    }
+
+    pub(crate) fn argument(name: &'static str, expected: impl Into<String>, found: impl fmt::Display) -> Self {
+        Self::Argument { name, expected: expected.into(), found: found.to_string() }
+    }
+}
+
+/// Why a model file was refused, and where in it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BadFile {
+    /// The rule that the file breaks.
+    pub check: Check,
+    /// Where reading had got to, bytes from the start of the file.
+    pub at_bytes: u64,
+    /// What was being read.
+    pub what: String,
+    /// What was found there.
+    pub found: String,
+}
+
+impl fmt::Display for BadFile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { check, at_bytes, what, found } = self;
+        write!(f, "{what} at byte {at_bytes}: expected {}, found {found}{ADVICE}{}", check.rule(), check.advice())
+    }
+}

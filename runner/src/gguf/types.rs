@@ -1,0 +1,242 @@
+//! Value types, tensor types and their block layouts.
+
+use std::fmt;
+
+/// Type of a metadata value, as numbered on disk.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[allow(missing_docs)]
+pub enum ValueType {
+    U8 = 0,
+    I8 = 1,
+    U16 = 2,
+    I16 = 3,
+    U32 = 4,
+    I32 = 5,
+    F32 = 6,
+    Bool = 7,
+    String = 8,
+    Array = 9,
+    U64 = 10,
+    I64 = 11,
+    F64 = 12,
+}
+
+impl ValueType {
+    /// The type with this number.
+    #[must_use]
+    pub fn from_id(id: u32) -> Option<Self> {
+        use ValueType::*;
+        [U8, I8, U16, I16, U32, I32, F32, Bool, String, Array, U64, I64, F64].get(id as usize).copied()
+    }
+
+    /// Size of one element on disk, bytes; for strings and arrays the least that one takes.
+    #[must_use]
+    pub fn least_bytes(self) -> u64 {
+        use ValueType::*;
+        match self {
+            U8 | I8 | Bool => 1,
+            U16 | I16 => 2,
+            U32 | I32 | F32 => 4,
+            U64 | I64 | F64 | String => 8,
+            Array => 12,
+        }
+    }
+}
+
+impl fmt::Display for ValueType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(&format!("{self:?}").to_ascii_lowercase())
+    }
+}
+
+macro_rules! tensor_types {
+    ($($name:ident = $id:literal, $elements:literal, $bytes:literal;)*) => {
+        /// Type of a tensor's elements, as numbered on disk.
+        #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+        #[allow(missing_docs, non_camel_case_types)]
+        #[non_exhaustive]
+        pub enum TensorType { $($name = $id,)* }
+
+        impl TensorType {
+            /// Every type, in the order of the numbers of this table.
+            pub const ALL: &'static [Self] = &[$(Self::$name,)*];
+
+            /// The type with this number.
+            #[must_use]
+            pub fn from_id(id: u32) -> Option<Self> {
+                match id { $($id => Some(Self::$name),)* _ => None }
+            }
+
+            /// Elements a block.
+            #[must_use]
+            pub fn block_elements(self) -> u64 {
+                match self { $(Self::$name => $elements,)* }
+            }
+
+            /// Bytes a block.
+            #[must_use]
+            pub fn block_bytes(self) -> u64 {
+                match self { $(Self::$name => $bytes,)* }
+            }
+
+            /// Its name, as llama.cpp spells it.
+            #[must_use]
+            pub fn name(self) -> &'static str {
+                match self { $(Self::$name => stringify!($name),)* }
+            }
+        }
+    };
+}
+
+// Sizes: ggml's block structures.
+tensor_types! {
+    F32 = 0, 1, 4;
+    F16 = 1, 1, 2;
+    Q4_0 = 2, 32, 18;
+    Q4_1 = 3, 32, 20;
+    Q5_0 = 6, 32, 22;
+    Q5_1 = 7, 32, 24;
+    Q8_0 = 8, 32, 34;
+    Q8_1 = 9, 32, 36;
+    Q2_K = 10, 256, 84;
+    Q3_K = 11, 256, 110;
+    Q4_K = 12, 256, 144;
+    Q5_K = 13, 256, 176;
+    Q6_K = 14, 256, 210;
+    Q8_K = 15, 256, 292;
+    IQ2_XXS = 16, 256, 66;
+    IQ2_XS = 17, 256, 74;
+    IQ3_XXS = 18, 256, 98;
+    IQ1_S = 19, 256, 50;
+    IQ4_NL = 20, 32, 18;
+    IQ3_S = 21, 256, 110;
+    IQ2_S = 22, 256, 82;
+    IQ4_XS = 23, 256, 136;
+    I8 = 24, 1, 1;
+    I16 = 25, 1, 2;
+    I32 = 26, 1, 4;
+    I64 = 27, 1, 8;
+    F64 = 28, 1, 8;
+    IQ1_M = 29, 256, 56;
+    BF16 = 30, 1, 2;
+    TQ1_0 = 34, 256, 54;
+    TQ2_0 = 35, 256, 66;
+    MXFP4 = 39, 32, 17;
+}
+
+impl TensorType {
+    /// The type with this name, in any case.
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.iter().copied().find(|ty| ty.name().eq_ignore_ascii_case(name))
+    }
+
+    /// Bytes of one row of `elements`, or `None` if it is not whole blocks or overflows.
+    #[must_use]
+    pub fn row_bytes(self, elements: u64) -> Option<u64> {
+        if !elements.is_multiple_of(self.block_elements()) {
+            return None;
+        }
+        (elements / self.block_elements()).checked_mul(self.block_bytes())
+    }
+}
+
+impl fmt::Display for TensorType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// The rules that a file must keep, one for each way to break it.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[non_exhaustive]
+pub enum Check {
+    /// The file starts with `GGUF`.
+    Magic,
+    /// Version 2 or 3, little endian.
+    Version,
+    /// The file goes on for as long as it says.
+    Truncated,
+    /// A count or length fits in the rest of the file and under the cap.
+    Count,
+    /// Text is UTF-8.
+    Utf8,
+    /// Keys are not empty.
+    KeyName,
+    /// Keys occur once.
+    DuplicateKey,
+    /// A value type that exists.
+    ValueType,
+    /// An array's element type exists and is not itself an array.
+    ElementType,
+    /// A bool is 0 or 1.
+    Bool,
+    /// `general.alignment` is a sane u32 power of two.
+    Alignment,
+    /// Tensor names have 1 to 63 bytes.
+    TensorName,
+    /// Tensor names occur once.
+    DuplicateTensor,
+    /// 1 to 4 dimensions.
+    DimensionCount,
+    /// Every dimension is at least 1 and the product fits.
+    Dimensions,
+    /// A tensor type that is known.
+    TensorType,
+    /// A row is whole blocks.
+    RowBlocks,
+    /// A tensor's size fits in 64 bits.
+    TensorBytes,
+    /// A tensor starts on the alignment.
+    OffsetAlignment,
+    /// A tensor lies inside the file.
+    TensorRange,
+    /// Tensors do not overlap.
+    Overlap,
+    /// Not one part of a split model.
+    Split,
+}
+
+impl Check {
+    /// The rule in words: "expected …".
+    #[must_use]
+    pub fn rule(self) -> &'static str {
+        match self {
+            Self::Magic => "the four bytes GGUF",
+            Self::Version => "version 2 or 3, little endian",
+            Self::Truncated => "the file to go on",
+            Self::Count => "a number that fits in the rest of the file and under the cap",
+            Self::Utf8 => "UTF-8 text",
+            Self::KeyName => "a name of at least one byte",
+            Self::DuplicateKey => "each key once",
+            Self::ValueType => "a value type from 0 to 12",
+            Self::ElementType => "an element type from 0 to 12, arrays in arrays excepted",
+            Self::Bool => "0 or 1",
+            Self::Alignment => "a u32 power of two from 1 to 2^20",
+            Self::TensorName => "a name of 1 to 63 bytes",
+            Self::DuplicateTensor => "each tensor name once",
+            Self::DimensionCount => "1 to 4 dimensions",
+            Self::Dimensions => "dimensions of at least 1 whose product is below 2^63",
+            Self::TensorType => "a known tensor type",
+            Self::RowBlocks => "rows of whole blocks",
+            Self::TensorBytes => "a size below 2^63 bytes",
+            Self::OffsetAlignment => "an offset on the file's alignment",
+            Self::TensorRange => "a tensor inside the file",
+            Self::Overlap => "tensors that do not overlap",
+            Self::Split => "a model in one file (split files are not supported yet)",
+        }
+    }
+
+    /// What to try.
+    #[must_use]
+    pub fn advice(self) -> &'static str {
+        match self {
+            Self::Magic => "give a GGUF model file; other formats must be converted first",
+            Self::Version => "convert the model again with a current converter, for a little-endian machine",
+            Self::Truncated | Self::TensorRange => "get the file again, the download looks incomplete",
+            Self::TensorType => "another quantisation of the model (Q4_K_M, Q8_0, F16 …)",
+            Self::Split => "merge the parts into one file first (llama-gguf-split --merge)",
+            _ => "get the file again from a source you trust, it is damaged or hostile",
+        }
+    }
+}
