@@ -6,5 +6,7 @@
 
 mod error;
 pub mod gguf;
+pub mod models;
+pub mod tokenizer;
 
 pub use error::{BadFile, Error, Result};

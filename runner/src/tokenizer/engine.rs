@@ -1,0 +1,110 @@
+//! The `tokenizers` crate, wrapped: the only file that knows it.
+//!
+//! The crate splits off special tokens and runs the stages; the merge rule is [`spm`](super::spm), plugged in
+//! as a model, because the crate's own models can not express it exactly.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use tokenizers::models::TrainerWrapper;
+use tokenizers::models::bpe::BpeTrainer;
+use tokenizers::{
+    AddedToken, DecoderWrapper, Model, NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper, Token,
+    TokenizerImpl,
+};
+
+use super::spm;
+use super::vocab::{TokenKind, Vocab};
+use crate::error::{Error, Result};
+
+type Inner = TokenizerImpl<Scored, NormalizerWrapper, PreTokenizerWrapper, PostProcessorWrapper, DecoderWrapper>;
+
+/// Text to ids, once with control tokens read from the text and once without.
+pub(super) struct Engine {
+    with_control: Inner,
+    plain: Inner,
+}
+
+impl Engine {
+    /// For a SentencePiece-like vocabulary. `prefix` puts a space before each piece of text.
+    pub(super) fn scored(vocab: &Arc<Vocab>, unknown: Option<u32>, prefix: bool) -> Result<Self> {
+        let build = |kinds: &[TokenKind]| {
+            let mut inner = Inner::new(Scored { vocab: vocab.clone(), unknown, prefix });
+            let added: Vec<AddedToken> = (0..vocab.len() as u32)
+                .filter(|&id| kinds.contains(&vocab.kind(id)) && !vocab.text(id).is_empty())
+                .map(|id| AddedToken::from(vocab.text(id), vocab.kind(id) != TokenKind::UserDefined).normalized(false))
+                .collect();
+            inner.add_tokens(added).map_err(failed)?;
+            Ok::<_, Error>(inner)
+        };
+        Ok(Self {
+            with_control: build(&[TokenKind::Unknown, TokenKind::Control, TokenKind::UserDefined])?,
+            plain: build(&[TokenKind::UserDefined])?,
+        })
+    }
+
+    /// The ids of a text, nothing added.
+    pub(super) fn encode(&self, text: &str, control: bool) -> Result<Vec<u32>> {
+        let inner = if control { &self.with_control } else { &self.plain };
+        Ok(inner.encode_fast(text, false).map_err(failed)?.get_ids().to_vec())
+    }
+}
+
+impl std::fmt::Debug for Engine {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Engine").finish_non_exhaustive()
+    }
+}
+
+fn failed(error: tokenizers::Error) -> Error {
+    Error::Tokenizer(error.to_string())
+}
+
+/// The merge rule by score, as a model of the crate.
+struct Scored {
+    vocab: Arc<Vocab>,
+    unknown: Option<u32>,
+    prefix: bool,
+}
+
+impl Model for Scored {
+    type Trainer = TrainerWrapper;
+
+    fn tokenize(&self, sequence: &str) -> tokenizers::Result<Vec<Token>> {
+        let mut text = String::with_capacity(sequence.len() + 3);
+        if self.prefix {
+            text.push(spm::SPACE);
+        }
+        text.extend(sequence.chars().map(|char| if char == ' ' { spm::SPACE } else { char }));
+        // The crate wants offsets into `sequence`; nobody here reads them, whole is always true.
+        let whole = (0, sequence.len());
+        let mut tokens = Vec::new();
+        spm::tokenize(&self.vocab, self.unknown, &text, |id, _, _| tokens.push(Token::new(id, String::new(), whole)));
+        Ok(tokens)
+    }
+
+    fn token_to_id(&self, token: &str) -> Option<u32> {
+        self.vocab.id(token)
+    }
+
+    fn id_to_token(&self, id: u32) -> Option<String> {
+        ((id as usize) < self.vocab.len()).then(|| self.vocab.text(id).to_owned())
+    }
+
+    fn get_vocab(&self) -> HashMap<String, u32> {
+        (0..self.vocab.len() as u32).map(|id| (self.vocab.text(id).to_owned(), id)).collect()
+    }
+
+    fn get_vocab_size(&self) -> usize {
+        self.vocab.len()
+    }
+
+    fn save(&self, _folder: &Path, _prefix: Option<&str>) -> tokenizers::Result<Vec<PathBuf>> {
+        Err("a vocabulary read from a GGUF file is not saved".into())
+    }
+
+    fn get_trainer(&self) -> TrainerWrapper {
+        BpeTrainer::default().into()
+    }
+}

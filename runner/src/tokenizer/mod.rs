@@ -1,0 +1,227 @@
+//! Tokenizers, built from a model file's metadata.
+//!
+//! Supported: SentencePiece-like vocabularies (`tokenizer.ggml.model = "llama"`: Gemma 3).
+//!
+//! ```no_run
+//! use evergraph_runner::gguf::Gguf;
+//! use evergraph_runner::tokenizer::{Encode, Tokenizer};
+//!
+//! let tokenizer = Tokenizer::from_gguf(&Gguf::open("model.gguf".as_ref())?)?;
+//! let ids = tokenizer.encode("Hello", Encode::default())?;
+//! assert_eq!(tokenizer.decode(&ids, false)?, "Hello");
+//! # Ok::<(), evergraph_runner::Error>(())
+//! ```
+
+mod engine;
+mod spm;
+mod stream;
+mod vocab;
+
+use std::sync::Arc;
+
+pub use stream::TextStream;
+pub use vocab::TokenKind;
+
+use crate::error::{Error, Result};
+use crate::gguf::Gguf;
+use engine::Engine;
+use vocab::Vocab;
+
+/// How to read a text.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Encode {
+    /// Add the begin and end tokens that the file asks for.
+    pub add_special: bool,
+    /// Read the texts of control tokens (`<start_of_turn>` …) as those tokens. Only for text that is
+    /// trusted, such as the output of a chat template.
+    pub parse_special: bool,
+}
+
+impl Default for Encode {
+    fn default() -> Self {
+        Self { add_special: true, parse_special: false }
+    }
+}
+
+/// Text to token ids and back.
+#[derive(Debug)]
+pub struct Tokenizer {
+    vocab: Arc<Vocab>,
+    engine: Engine,
+    bos: Option<u32>,
+    eos: Option<u32>,
+    add_bos: bool,
+    add_eos: bool,
+    /// Tokens that end a generation, ascending.
+    ends: Vec<u32>,
+}
+
+/// Texts that mean "end of generation" wherever they stand. llama.cpp turns such tokens into control tokens
+/// whatever the file says (Gemma 3 has `</s>` as a normal one), so we do too.
+const END_TEXTS: &[&str] = &[
+    "<end_of_turn>",
+    "<turn|>",
+    "<|tool_response>",
+    "<｜end▁of▁sentence｜>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<end_of_utterance>",
+    "<EOT>",
+    "_<EOT>",
+    "</s>",
+];
+
+impl Tokenizer {
+    /// Builds the tokenizer that a file describes.
+    ///
+    /// # Errors
+    /// [`Error::Metadata`] if the description does not hold together, [`Error::Unsupported`] for kinds that
+    /// are not there yet.
+    pub fn from_gguf(file: &Gguf) -> Result<Self> {
+        let key = "tokenizer.ggml.model";
+        match file.get_str(key)?.ok_or_else(|| Error::metadata(key, "a tokenizer", "no such key"))? {
+            "llama" => {}
+            other => {
+                return Err(Error::Unsupported {
+                    what: "this kind of tokenizer (tokenizer.ggml.model)",
+                    found: other.to_owned(),
+                    advice: "a model with a tokenizer of kind llama, or --tokens with token ids".to_owned(),
+                });
+            }
+        }
+        let mut vocab = Vocab::from_gguf(file)?;
+        let special = |name: &str| {
+            let key = format!("tokenizer.ggml.{name}_token_id");
+            let id = file.get_in(&key, 0..=vocab.len() as u64 - 1)?;
+            Ok::<_, Error>(id.map(|id| id as u32))
+        };
+        let (bos, eos, unknown) = (special("bos")?, special("eos")?, special("unknown")?);
+        let mut ends: Vec<u32> = [eos, special("eot")?, special("eom")?].into_iter().flatten().collect();
+        for text in END_TEXTS {
+            if let Some(id) = vocab.id(text) {
+                ends.push(id);
+                vocab.set_kind(id, TokenKind::Control);
+            }
+        }
+        ends.sort_unstable();
+        ends.dedup();
+        let flag = |name: &str, default: bool| {
+            Ok::<_, Error>(file.get_bool(&format!("tokenizer.ggml.{name}"))?.unwrap_or(default))
+        };
+        let prefix = flag("add_space_prefix", true)?;
+        let vocab = Arc::new(vocab);
+        Ok(Self {
+            engine: Engine::scored(&vocab, unknown, prefix)?,
+            vocab,
+            bos,
+            eos,
+            add_bos: flag("add_bos_token", true)?,
+            add_eos: flag("add_eos_token", false)?,
+            ends,
+        })
+    }
+
+    /// Number of tokens.
+    #[must_use]
+    pub fn vocabulary(&self) -> usize {
+        self.vocab.len()
+    }
+
+    /// The token that starts every text, where the file asks for one.
+    #[must_use]
+    pub fn bos(&self) -> Option<u32> {
+        self.bos
+    }
+
+    /// The token that ends a text.
+    #[must_use]
+    pub fn eos(&self) -> Option<u32> {
+        self.eos
+    }
+
+    /// Whether a generation ends with this token.
+    #[must_use]
+    pub fn is_end(&self, id: u32) -> bool {
+        self.ends.binary_search(&id).is_ok()
+    }
+
+    /// The token's text as the vocabulary writes it (U+2581 for a space); empty past the end.
+    #[must_use]
+    pub fn token(&self, id: u32) -> &str {
+        self.vocab.text(id)
+    }
+
+    /// What kind of token an id is.
+    #[must_use]
+    pub fn kind(&self, id: u32) -> TokenKind {
+        self.vocab.kind(id)
+    }
+
+    /// The ids of a text.
+    ///
+    /// # Errors
+    /// [`Error::Tokenizer`] if the text can not be tokenised.
+    pub fn encode(&self, text: &str, how: Encode) -> Result<Vec<u32>> {
+        let mut ids = Vec::new();
+        if how.add_special && self.add_bos {
+            ids.extend(self.bos);
+        }
+        if !text.is_empty() {
+            ids.extend(self.engine.encode(text, how.parse_special)?);
+        }
+        if how.add_special && self.add_eos {
+            ids.extend(self.eos);
+        }
+        Ok(ids)
+    }
+
+    /// The bytes that a token stands for. Control tokens stand for nothing unless `special` is set; one byte
+    /// token is one byte, so the result need not be whole characters.
+    ///
+    /// # Errors
+    /// [`Error::TokenId`] if there is no such token.
+    pub fn piece(&self, id: u32, special: bool) -> Result<Vec<u8>> {
+        if id as usize >= self.vocab.len() {
+            return Err(Error::TokenId { id: id.into(), vocabulary: self.vocab.len() });
+        }
+        let text = self.vocab.text(id);
+        Ok(match self.vocab.kind(id) {
+            TokenKind::Control | TokenKind::Unknown if !special => Vec::new(),
+            TokenKind::Control | TokenKind::Unknown | TokenKind::UserDefined => text.as_bytes().to_vec(),
+            TokenKind::Byte => match byte_of(text) {
+                Some(byte) => vec![byte],
+                None => text.as_bytes().to_vec(),
+            },
+            TokenKind::Normal | TokenKind::Unused => text.replace(spm::SPACE, " ").into_bytes(),
+        })
+    }
+
+    /// The text of ids. What is no UTF-8 comes out as U+FFFD.
+    ///
+    /// # Errors
+    /// [`Error::TokenId`] if there is no such token.
+    pub fn decode(&self, ids: &[u32], special: bool) -> Result<String> {
+        let mut stream = TextStream::new();
+        let mut text = String::new();
+        for &id in ids {
+            text.push_str(&stream.push(&self.piece(id, special)?));
+        }
+        text.push_str(&stream.finish());
+        Ok(text)
+    }
+}
+
+/// The byte that `<0xXX>` names.
+fn byte_of(text: &str) -> Option<u8> {
+    let digits = text.strip_prefix("<0x")?.strip_suffix('>')?;
+    (digits.len() == 2).then(|| u8::from_str_radix(digits, 16).ok())?
+}
+
+#[cfg(test)]
+mod tests;
