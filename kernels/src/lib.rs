@@ -17,6 +17,7 @@
 //! | [`ops`] | one typed description per op, views and their roots, the plan |
 //! | [`quant`] | GGUF block formats: sizes, dequantisation, simple quantisers |
 //! | [`cpu`] | the bodies for the host device |
+//! | [`probe`] | tiny kernels that show which bytes a graph touches |
 //!
 //! # Cost model
 //! One launch per op. What changes from token to token (token id, position, sampling state) is read from
@@ -29,6 +30,7 @@ pub mod cpu;
 mod error;
 mod module;
 pub mod ops;
+pub mod probe;
 pub mod quant;
 
 pub use cpu::threads;
