@@ -1,5 +1,7 @@
 //! Bodies for the host device.
 
+pub mod simd;
+
 use evergraph_pool::driver::host::HostKernel;
 
 use crate::KernelError;

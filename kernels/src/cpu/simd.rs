@@ -1,0 +1,88 @@
+//! Instruction sets and the dispatch between bodies compiled for them.
+
+use std::sync::OnceLock;
+
+/// The widest instruction set that a body may use. One is chosen per process, so that results do not vary
+/// from launch to launch.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+#[non_exhaustive]
+pub enum Level {
+    /// What every machine of the target has.
+    Plain,
+    /// AVX2, FMA and F16C.
+    Avx2,
+    /// AVX-512 F, BW, DQ and VL.
+    Avx512,
+}
+
+impl Level {
+    /// The levels of this machine, narrowest first.
+    #[must_use]
+    pub fn available() -> Vec<Self> {
+        [Self::Plain, Self::Avx2, Self::Avx512].into_iter().filter(|&level| level <= Self::widest()).collect()
+    }
+
+    /// The level in use: the widest of this machine.
+    #[must_use]
+    pub fn current() -> Self {
+        static CURRENT: OnceLock<Level> = OnceLock::new();
+        *CURRENT.get_or_init(Self::widest)
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    fn widest() -> Self {
+        let avx2 = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma");
+        let avx2 = avx2 && is_x86_feature_detected!("f16c");
+        let avx512 = is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512bw");
+        let avx512 = avx512 && is_x86_feature_detected!("avx512dq") && is_x86_feature_detected!("avx512vl");
+        match (avx2, avx512) {
+            (true, true) => Self::Avx512,
+            (true, false) => Self::Avx2,
+            _ => Self::Plain,
+        }
+    }
+
+    #[cfg(not(target_arch = "x86_64"))]
+    fn widest() -> Self {
+        Self::Plain
+    }
+}
+
+/// Makes a function that runs `$body`, compiled once per level. `$body` is an `#[inline(always)]` function whose
+/// first generic argument says whether fused multiply-add is one instruction.
+macro_rules! per_level {
+    ($(#[$meta:meta])* $vis:vis fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? = $body:ident) => {
+        $(#[$meta])*
+        $vis fn $name(level: $crate::cpu::simd::Level, $($arg: $ty),*) $(-> $ret)? {
+            #[cfg(target_arch = "x86_64")]
+            {
+                #[target_feature(enable = "avx2,fma,f16c")]
+                fn avx2($($arg: $ty),*) $(-> $ret)? {
+                    $body::<true>($($arg),*)
+                }
+                #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+                fn avx512($($arg: $ty),*) $(-> $ret)? {
+                    $body::<true>($($arg),*)
+                }
+                // SAFETY: a `Level` above plain exists only where `Level::widest` found its features, or in a
+                // test that took it from `Level::available`.
+                #[allow(unsafe_code)]
+                match level {
+                    $crate::cpu::simd::Level::Avx512 => return unsafe { avx512($($arg),*) },
+                    $crate::cpu::simd::Level::Avx2 => return unsafe { avx2($($arg),*) },
+                    $crate::cpu::simd::Level::Plain => {}
+                }
+            }
+            #[cfg(not(target_arch = "x86_64"))]
+            let _ = level;
+            $body::<false>($($arg),*)
+        }
+    };
+}
+pub(crate) use per_level;
+
+/// `a * b + c`, fused where that is one instruction.
+#[inline(always)]
+pub(crate) fn fma<const FMA: bool>(a: f32, b: f32, c: f32) -> f32 {
+    if FMA { a.mul_add(b, c) } else { a * b + c }
+}
