@@ -19,6 +19,7 @@
 mod error;
 pub mod faulty;
 pub mod host;
+pub(crate) mod host_memory;
 mod types;
 
 use std::fmt::Debug;
