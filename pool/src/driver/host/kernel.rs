@@ -109,13 +109,15 @@ impl<'a> KernelContext<'a> {
         Fault { address, bytes, write, op: self.name.to_owned(), owner: owner.to_owned() }
     }
 
-    fn span<T>(&self, ptr: DevicePtr, len: usize, write: bool) -> Result<usize, Fault> {
+    /// Checks `len` elements at `ptr` against the map, for bodies that then work with raw pointers because their
+    /// rows have gaps that belong to others. Returns the length in bytes.
+    pub fn span<T>(&self, ptr: DevicePtr, len: usize, write: bool) -> Result<usize, Fault> {
         let bytes =
             len.checked_mul(size_of::<T>()).ok_or_else(|| self.fault(ptr, usize::MAX, write, "size overflow"))?;
         if bytes == 0 {
             return Ok(0);
         }
-        if ptr.0 % align_of::<T>() as u64 != 0 {
+        if !ptr.0.is_multiple_of(align_of::<T>() as u64) {
             return Err(self.fault(ptr, bytes, write, "misaligned address"));
         }
         self.spans.check(self.name, ptr, bytes, write)?;
