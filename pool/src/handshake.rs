@@ -221,8 +221,15 @@ impl Launcher {
         number: u64,
         launch: impl FnOnce() -> R,
     ) -> Option<R> {
-        let mut guard = self.enter();
-        if !guard.undisturbed(proven) {
+        let (mut guard, undisturbed);
+        if mutant::is("epoch-before-lease") {
+            undisturbed = equal(proven);
+            guard = self.enter();
+        } else {
+            guard = self.enter();
+            undisturbed = guard.undisturbed(proven);
+        }
+        if !undisturbed {
             return None;
         }
         guard.launched(number);
@@ -253,7 +260,7 @@ impl<'a> LeaseGuard<'a> {
     #[inline]
     #[must_use]
     pub fn undisturbed<'e>(&self, proven: impl IntoIterator<Item = (&'e Epoch, Proven)>) -> bool {
-        proven.into_iter().all(|(epoch, proven)| epoch.0.load(Ordering::Relaxed) == proven.0)
+        equal(proven)
     }
 
     /// Notes the number of the launch that this lease covers; published before the lease is cleared.
@@ -291,6 +298,11 @@ impl Drop for LeaseGuard<'_> {
             self.note();
         }
     }
+}
+
+#[inline]
+fn equal<'e>(proven: impl IntoIterator<Item = (&'e Epoch, Proven)>) -> bool {
+    proven.into_iter().all(|(epoch, proven)| epoch.0.load(Ordering::Relaxed) == proven.0)
 }
 
 #[inline]
@@ -501,8 +513,11 @@ pub fn retire<H: RetireHost, R>(
     }
     let mut finish = |state: &mut H::State, cleared: Cleared| -> Step<R, H::Order> {
         let order = H::order(state, victim, &cleared);
-        if need == Need::Host {
+        if need == Need::Host && !mutant::is("device-wait-under-lock") {
             return Step::Device(cleared, order);
+        }
+        if need == Need::Host {
+            host.wait(&order);
         }
         Step::Done(change.take().map(|change| cleared.commit(state, victim, |state| change(state, &order))))
     };
@@ -513,6 +528,7 @@ pub fn retire<H: RetireHost, R>(
             held.abandon(state, victim);
             Step::Done(None)
         }
+        Begun::Held(held) if mutant::is("lease-wait-under-lock") => finish(state, held.wait()),
         Begun::Held(held) => Step::Lease(held),
     });
     if let Step::Lease(held) = step {
