@@ -44,7 +44,6 @@ pub(super) const NONE: u32 = u32::MAX;
 pub(super) struct Block {
     pub(super) base: u64,
     pub(super) bytes: u64,
-    pub(super) requested_bytes: u64,
     /// Neighbours by address in the same segment.
     pub(super) prev: u32,
     pub(super) next: u32,
@@ -57,27 +56,105 @@ pub(super) struct Block {
     pub(super) quick: bool,
     /// Used, but some of its chunks have no memory.
     pub(super) holes: bool,
+    pub(super) requested_bytes: u64,
     pub(super) uses: Uses,
+    /// When the last of `uses` was queued, at the latest; 0 when nobody uses it.
     pub(super) stamp: Stamp,
 }
 
-/// Pages of a segment.
+impl Block {
+    #[inline]
+    pub(super) fn end(&self) -> u64 {
+        self.base + self.bytes
+    }
+
+    /// Free and in an index.
+    #[inline]
+    pub(super) fn settled_free(&self) -> bool {
+        self.state == BlockState::Free && !self.quick
+    }
+}
+
+/// Which chunks of a reserved range have pages.
 #[derive(Debug)]
 pub(super) struct Chunks {
     pub(super) bytes: u64,
-    /// One bit a chunk: memory is behind it.
-    pub(super) backed: Vec<u64>,
+    pub(super) count: u32,
+    backed: Vec<u64>,
     pub(super) backed_count: u32,
+}
+
+impl Chunks {
+    pub(super) fn new(bytes: u64, count: u32) -> Self {
+        Self { bytes, count, backed: vec![0; (count as usize).div_ceil(64)], backed_count: 0 }
+    }
+
+    pub(super) fn is_backed(&self, chunk: u32) -> bool {
+        self.backed[chunk as usize / 64] >> (chunk % 64) & 1 == 1
+    }
+
+    pub(super) fn set(&mut self, chunks: std::ops::Range<u32>, backed: bool) {
+        for chunk in chunks {
+            if self.is_backed(chunk) != backed {
+                self.backed[chunk as usize / 64] ^= 1 << (chunk % 64);
+                if backed {
+                    self.backed_count += 1;
+                } else {
+                    self.backed_count -= 1;
+                }
+            }
+        }
+    }
 }
 
 #[derive(Debug)]
 pub(super) struct Segment {
+    /// What the tiling covers: the driver's range, cut to whole granules.
     pub(super) base: u64,
     pub(super) bytes: u64,
     pub(super) first: u32,
-    pub(super) used_blocks: u32,
+    /// Used and claimed blocks.
+    pub(super) busy_blocks: u32,
     /// `None`: a slab.
     pub(super) chunks: Option<Chunks>,
-    /// For each stretch of `HINT_BYTES`: a block that starts in it, or `NONE`. Makes `find` a few steps.
+    /// For each stretch of `1 << hint_shift` bytes: a block that starts in it, or `NONE`. Makes finding an
+    /// address a few steps without a sorted tree on the warm path.
+    pub(super) hint_shift: u32,
     pub(super) hints: Vec<u32>,
+}
+
+impl Segment {
+    pub(super) fn new(base: u64, bytes: u64, chunks: Option<Chunks>) -> Self {
+        // 2 MiB stretches, or longer so that a terabyte of address space needs no more than 2^18 of them.
+        let mut hint_shift = 21;
+        while bytes >> hint_shift >= 1 << 18 {
+            hint_shift += 1;
+        }
+        let hints = vec![NONE; (bytes >> hint_shift) as usize + 1];
+        Self { base, bytes, first: NONE, busy_blocks: 0, chunks, hint_shift, hints }
+    }
+
+    #[inline]
+    pub(super) fn end(&self) -> u64 {
+        self.base + self.bytes
+    }
+
+    #[inline]
+    pub(super) fn hint_slot(&self, address: u64) -> usize {
+        ((address - self.base) >> self.hint_shift) as usize
+    }
+
+    /// Chunks wholly inside `[start, end)`.
+    pub(super) fn inner_chunks(&self, start: u64, end: u64) -> std::ops::Range<u32> {
+        let Some(chunks) = &self.chunks else { return 0..0 };
+        let first = (start - self.base).div_ceil(chunks.bytes);
+        let last = (end - self.base) / chunks.bytes;
+        first as u32..last.max(first) as u32
+    }
+
+    /// Chunks that `[start, end)` touches.
+    pub(super) fn outer_chunks(&self, start: u64, end: u64) -> std::ops::Range<u32> {
+        let Some(chunks) = &self.chunks else { return 0..0 };
+        ((start - self.base) / chunks.bytes) as u32..(end - self.base).div_ceil(chunks.bytes) as u32
+    }
 }

@@ -2,7 +2,16 @@
 
 use std::ops::Range;
 
+use super::block::NONE;
+use super::runs::Reach;
 use super::*;
+
+/// Small requests share slabs of this size.
+const SMALL_SLAB_BYTES: u64 = 2 << 20;
+/// Middling ones share slabs of this size.
+const LARGE_SLAB_BYTES: u64 = 20 << 20;
+/// Slabs are whole multiples of this: what drivers hand out anyway.
+const SLAB_UNIT_BYTES: u64 = 2 << 20;
 
 /// Chunks to map so that a request fits.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -18,31 +27,91 @@ impl Heap {
     /// to unbacked space that `stream` may use at once. `None`: no segment has the address space.
     /// When all of them are [`back`](Self::back)ed, [`alloc`](Self::alloc) succeeds.
     pub(crate) fn plan_growth(&mut self, request: &Request, stream: StreamKey) -> Option<Growth> {
-        unimplemented!()
+        self.settle_completed();
+        let window = self.best_window(request, &Reach { stream, foreign: &|_| false, unbacked: true })?;
+        let end = window.start + request.bytes;
+        let mut key = self.find(window.start)?.0;
+        let segment = self.blocks[key as usize].segment;
+        let entry = &self.segments[segment as usize];
+        let mut chunks: Vec<Range<u32>> = Vec::new();
+        while key != NONE && self.blocks[key as usize].base < end {
+            let block = &self.blocks[key as usize];
+            if block.state == BlockState::Unbacked {
+                chunks.push(entry.outer_chunks(block.base.max(window.start), block.end().min(end)));
+            }
+            key = block.next;
+        }
+        Some(Growth { segment: SegmentKey(segment), chunks })
     }
 
     /// Size of the slab to ask the driver for, bytes, when the request fits nowhere. At least what the
     /// request needs; small requests share a slab, large ones get a twentieth on top.
     #[must_use]
     pub(crate) fn plan_slab(&self, request: &Request) -> u64 {
-        unimplemented!()
+        // A slab may start at the driver's smallest alignment, short of the one asked for.
+        let needed = request.bytes + request.align;
+        if needed <= SMALL_SLAB_BYTES / 2 {
+            SMALL_SLAB_BYTES
+        } else if needed <= LARGE_SLAB_BYTES / 2 {
+            LARGE_SLAB_BYTES
+        } else {
+            (needed + needed / 20).next_multiple_of(SLAB_UNIT_BYTES)
+        }
     }
 
     /// Wholly free slabs that a new slab of `bytes` makes superfluous, so that steadily growing requests do
-    /// not pile up slabs too small for the next one. Claimed: to give back (or to [`release_claim`](Self::release_claim)).
+    /// not pile up slabs too small for the next one: after this, wholly free slabs hold no more than `bytes`.
+    /// Claimed: to give back (or to [`release_claim`](Self::release_claim)).
     pub(crate) fn claim_outgrown(&mut self, bytes: u64) -> Vec<Claim> {
-        unimplemented!()
+        let free: u64 = self.whole_slabs().iter().map(|&(b, _)| b).sum();
+        if free > bytes { self.claim_slabs(free - bytes) } else { Vec::new() }
     }
 
     /// Pages came under these chunks (idle: no uses). Unbacked space becomes free; inside a used block its
     /// holes are filled.
     pub(crate) fn back(&mut self, segment: SegmentKey, chunks: Range<u32>) -> Result<(), Misuse> {
-        unimplemented!()
+        let refused = Misuse::Chunks(segment);
+        let (start, bytes) = self.chunk_span(segment, &chunks).ok_or(refused)?;
+        let end = start + bytes;
+        {
+            let pages = self.segments.get(segment.index()).and_then(|s| s.chunks.as_ref()).ok_or(refused)?;
+            if chunks.clone().any(|c| pages.is_backed(c)) {
+                return Err(refused);
+            }
+        }
+        let mut key = self.find(start).ok_or(refused)?.0;
+        if let Some(pages) = &mut self.segments[segment.index()].chunks {
+            pages.set(chunks.clone(), true);
+        }
+        self.chunked_bytes += bytes;
+        // No chunk of the range had pages: every block here is unbacked, or used with holes.
+        while key != NONE && self.blocks[key as usize].base < end {
+            let block = &self.blocks[key as usize];
+            if block.state == BlockState::Unbacked {
+                if block.base < start {
+                    key = self.split(key, start - block.base);
+                }
+                if self.blocks[key as usize].end() > end {
+                    self.split(key, end - self.blocks[key as usize].base);
+                }
+                self.blocks[key as usize].state = BlockState::Free;
+                key = self.settle_free(key);
+            } else {
+                self.blocks[key as usize].holes = !self.missing_chunks(BlockKey(key)).is_empty();
+            }
+            key = self.blocks[key as usize].next;
+        }
+        Ok(())
     }
 
     /// Address and length of chunks, bytes.
     #[must_use]
     pub(crate) fn chunk_span(&self, segment: SegmentKey, chunks: &Range<u32>) -> Option<(u64, u64)> {
-        unimplemented!()
+        let entry = self.segments.get(segment.index())?;
+        let pages = entry.chunks.as_ref()?;
+        if chunks.is_empty() || chunks.end > pages.count {
+            return None;
+        }
+        Some((entry.base + u64::from(chunks.start) * pages.bytes, chunks.len() as u64 * pages.bytes))
     }
 }

@@ -1,1 +1,231 @@
-//! (filled in next)
+//! The slow search: windows over runs of neighbouring blocks that could be joined.
+//!
+//! Blocks freed on different streams do not merge by themselves, and unbacked space is no free block. A
+//! window is a place for a request that spans several such neighbours; the cheapest one is carved out.
+
+use super::block::{Block, NONE, Segment};
+use super::*;
+
+/// A place for a request.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(super) struct Window {
+    /// Chunks to map first.
+    pub(super) chunks: u64,
+    /// Other streams to order after.
+    foreign: usize,
+    /// Bytes of the blocks that it cuts into: less is a tighter fit.
+    covered_bytes: u64,
+    pub(super) start: u64,
+    first: u32,
+}
+
+/// What a window may span besides free blocks that the stream may use at once.
+pub(super) struct Reach<'a> {
+    pub(super) stream: StreamKey,
+    /// Other streams that may be waited for.
+    pub(super) foreign: &'a dyn Fn(StreamKey) -> bool,
+    /// Whether chunks may be mapped.
+    pub(super) unbacked: bool,
+}
+
+impl Reach<'_> {
+    fn takes(&self, block: &Block) -> bool {
+        match block.state {
+            BlockState::Free => {
+                !block.quick
+                    && (block.uses.within(self.stream)
+                        || block.uses.iter().all(|s| s == self.stream || (self.foreign)(s)))
+            }
+            BlockState::Unbacked => self.unbacked,
+            BlockState::Used | BlockState::Claimed => false,
+        }
+    }
+}
+
+impl Heap {
+    /// The warm path's last resort: neighbours that do not merge by themselves but that `stream` may use.
+    #[cold]
+    pub(super) fn alloc_run(&mut self, request: &Request, stream: StreamKey) -> Option<BlockKey> {
+        // With a single stream everything that could be joined is joined.
+        if !self.multi_stream {
+            return None;
+        }
+        let window = self.best_window(request, &Reach { stream, foreign: &|_| false, unbacked: false })?;
+        Some(self.take_window(window, request).0)
+    }
+
+    /// Before growth: also considers blocks that other streams may still touch, joined across streams. The
+    /// streams returned (never `stream`) must be ordered before the new owner's work, by an event or by the
+    /// host. `usable` says which streams may be waited for (not a capturing one).
+    pub(crate) fn alloc_cross(
+        &mut self,
+        request: &Request,
+        stream: StreamKey,
+        usable: &dyn Fn(StreamKey) -> bool,
+    ) -> Option<(BlockKey, Uses)> {
+        self.settle_completed();
+        if let Some(block) = self.alloc(request, stream) {
+            return Some((block, Uses::none()));
+        }
+        let window = self.best_window(request, &Reach { stream, foreign: usable, unbacked: false })?;
+        let (block, mut uses) = self.take_window(window, request);
+        uses.remove(stream);
+        Some((block, uses))
+    }
+
+    /// The cheapest place: fewest chunks, then fewest foreign streams, then the tightest, then the lowest.
+    pub(super) fn best_window(&self, request: &Request, reach: &Reach<'_>) -> Option<Window> {
+        let mut best: Option<Window> = None;
+        let mut run: Vec<&Block> = Vec::new();
+        for &segment in self.by_base.values() {
+            let entry = &self.segments[segment as usize];
+            let mut key = entry.first;
+            loop {
+                let block = (key != NONE).then(|| &self.blocks[key as usize]);
+                match block {
+                    Some(block) if reach.takes(block) => run.push(block),
+                    _ => {
+                        windows(entry, &run, request, reach.stream, |w| {
+                            if best.is_none_or(|b| w < b) {
+                                best = Some(w);
+                            }
+                        });
+                        run.clear();
+                    }
+                }
+                match block {
+                    Some(block) => key = block.next,
+                    None => break,
+                }
+            }
+        }
+        best.map(|w| Window { first: self.find(w.start).map_or(NONE, |b| b.0), ..w })
+    }
+
+    pub(super) fn take_window(&mut self, window: Window, request: &Request) -> (BlockKey, Uses) {
+        let (key, uses) = self.carve(window.first, window.start, window.start + request.bytes);
+        (self.hand_out(key, request), uses)
+    }
+
+    /// Makes `[start, end)`, all of it settled free blocks beginning with `first`, one block that is in no
+    /// index; returns it and the streams that may still touch it.
+    pub(super) fn carve(&mut self, first: u32, start: u64, end: u64) -> (u32, Uses) {
+        self.unindex(first);
+        let mut key = first;
+        if self.blocks[key as usize].base < start {
+            key = self.split(first, start - self.blocks[first as usize].base);
+            self.index(first);
+        }
+        while self.blocks[key as usize].end() < end {
+            let next = self.blocks[key as usize].next;
+            self.unindex(next);
+            if self.blocks[next as usize].end() > end {
+                let rest = self.split(next, end - self.blocks[next as usize].base);
+                self.index(rest);
+            }
+            self.join(key, next);
+        }
+        if self.blocks[key as usize].end() > end {
+            let rest = self.split(key, end - self.blocks[key as usize].base);
+            self.index(rest);
+        }
+        let uses = self.blocks[key as usize].uses.clone();
+        // The rests may now be small enough to join their outer neighbours.
+        self.blocks[key as usize].state = BlockState::Claimed;
+        for rest in [self.blocks[key as usize].prev, self.blocks[key as usize].next] {
+            if rest != NONE && self.blocks[rest as usize].settled_free() {
+                self.unindex(rest);
+                self.settle_free(rest);
+            }
+        }
+        (key, uses)
+    }
+}
+
+/// Every sensible window in one run: starting where a block starts, and ending where a free block ends that
+/// follows unbacked space.
+fn windows(segment: &Segment, run: &[&Block], request: &Request, stream: StreamKey, mut found: impl FnMut(Window)) {
+    let (Some(low), Some(high)) = (run.first().map(|b| b.base), run.last().map(|b| b.end())) else { return };
+    if high - low < request.bytes {
+        return;
+    }
+    let mask = request.align - 1;
+    let mut slide = Slide { segment, run, stream, from: 0, to: 0, foreign: Vec::new(), inner_chunks: 0 };
+    for block in run {
+        let start = (block.base + mask) & !mask;
+        // An aligned start beyond this block is found again from the block that it lies in, or is the same.
+        if start >= high || high - start < request.bytes {
+            break;
+        }
+        found(slide.at(start, start + request.bytes));
+    }
+    let mut slide = Slide { segment, run, stream, from: 0, to: 0, foreign: Vec::new(), inner_chunks: 0 };
+    for pair in run.windows(2) {
+        if pair[0].state == BlockState::Unbacked && pair[1].state == BlockState::Free {
+            let Some(start) = pair[1].end().checked_sub(request.bytes).map(|s| s & !mask) else { continue };
+            if start >= low {
+                found(slide.at(start, start + request.bytes));
+            }
+        }
+    }
+}
+
+/// Two pointers over a run, both only moving up.
+struct Slide<'a> {
+    segment: &'a Segment,
+    run: &'a [&'a Block],
+    stream: StreamKey,
+    /// Blocks `from..to` are counted.
+    from: usize,
+    to: usize,
+    /// How many counted blocks each other stream uses.
+    foreign: Vec<(StreamKey, u32)>,
+    inner_chunks: u64,
+}
+
+impl Slide<'_> {
+    fn at(&mut self, start: u64, end: u64) -> Window {
+        while self.to < self.run.len() && self.run[self.to].base < end {
+            let block = self.run[self.to];
+            for s in block.uses.iter().filter(|&s| s != self.stream) {
+                match self.foreign.iter_mut().find(|(f, _)| *f == s) {
+                    Some((_, count)) => *count += 1,
+                    None => self.foreign.push((s, 1)),
+                }
+            }
+            self.inner_chunks += self.chunks(block, block.base, block.end());
+            self.to += 1;
+        }
+        while self.run[self.from].end() <= start {
+            let block = self.run[self.from];
+            for s in block.uses.iter() {
+                if let Some(at) = self.foreign.iter().position(|(f, _)| *f == s) {
+                    self.foreign[at].1 -= 1;
+                    if self.foreign[at].1 == 0 {
+                        self.foreign.swap_remove(at);
+                    }
+                }
+            }
+            self.inner_chunks -= self.chunks(block, block.base, block.end());
+            self.from += 1;
+        }
+        let (first, last) = (self.run[self.from], self.run[self.to - 1]);
+        // Chunks of the outer blocks that the window does not touch.
+        let mut chunks = self.inner_chunks;
+        if self.to - self.from == 1 {
+            chunks = self.chunks(first, start, end);
+        } else {
+            chunks -= self.chunks(first, first.base, first.end()) - self.chunks(first, start, first.end());
+            chunks -= self.chunks(last, last.base, last.end()) - self.chunks(last, last.base, end.min(last.end()));
+        }
+        Window { chunks, foreign: self.foreign.len(), covered_bytes: last.end() - first.base, start, first: NONE }
+    }
+
+    /// Chunks that `[start, end)` of an unbacked block touches.
+    fn chunks(&self, block: &Block, start: u64, end: u64) -> u64 {
+        match block.state {
+            BlockState::Unbacked => self.segment.outer_chunks(start, end).len() as u64,
+            _ => 0,
+        }
+    }
+}

@@ -1,7 +1,7 @@
 //! What reports, snapshots and the runtime may see.
 
-use super::block::{BlockKey, BlockState, SegmentKey};
-use super::uses::Uses;
+use super::block::{NONE, Segment};
+use super::*;
 
 /// One block, copied out.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -25,8 +25,8 @@ pub(crate) struct SegmentView {
     pub(crate) bytes: u64,
     /// Bytes with memory behind them; all of a slab.
     pub(crate) backed_bytes: u64,
-    /// Bytes in used blocks.
-    pub(crate) used_bytes: u64,
+    /// Used and claimed blocks; 0: wholly free or unbacked.
+    pub(crate) busy_blocks: u32,
     /// Bytes of a chunk; `None` for a slab.
     pub(crate) chunk_bytes: Option<u64>,
 }
@@ -44,7 +44,7 @@ pub(crate) struct HeapStats {
     pub(crate) claimed_bytes: u64,
     /// With memory behind, in all: what the pool holds from the driver.
     pub(crate) backed_bytes: u64,
-    /// Address space without memory.
+    /// Address space that belongs to no used block and has no memory.
     pub(crate) unbacked_bytes: u64,
     /// Free in segments that also have used blocks: PyTorch's "inactive split".
     pub(crate) inactive_split_bytes: u64,
@@ -56,4 +56,156 @@ pub(crate) struct HeapStats {
     pub(crate) free_blocks: u64,
     /// Number of segments.
     pub(crate) segments: u64,
+}
+
+impl Heap {
+    /// The block that holds `address`, whatever its state.
+    #[must_use]
+    pub(crate) fn find(&self, address: u64) -> Option<BlockKey> {
+        let (_, &segment) = self.by_base.range(..=address).next_back()?;
+        let entry = &self.segments[segment as usize];
+        if address >= entry.end() {
+            return None;
+        }
+        // The first block starts in the first stretch, so this ends.
+        let hints = &entry.hints[..=entry.hint_slot(address)];
+        let mut key = hints.iter().rev().copied().find(|&k| k != NONE)?;
+        while self.blocks[key as usize].base > address {
+            key = self.blocks[key as usize].prev;
+        }
+        while self.blocks[key as usize].end() <= address {
+            key = self.blocks[key as usize].next;
+        }
+        Some(BlockKey(key))
+    }
+
+    /// One block.
+    #[must_use]
+    pub(crate) fn block(&self, block: BlockKey) -> Option<BlockView> {
+        let entry = self.blocks.get(block.index())?;
+        Some(BlockView {
+            key: block,
+            segment: SegmentKey(entry.segment),
+            base: entry.base,
+            bytes: entry.bytes,
+            requested_bytes: entry.requested_bytes,
+            state: entry.state,
+            uses: entry.uses.clone(),
+        })
+    }
+
+    /// Start and length of a block, bytes: the cheap part of [`block`](Self::block).
+    #[must_use]
+    #[inline]
+    pub(crate) fn span(&self, block: BlockKey) -> Option<(u64, u64)> {
+        self.blocks.get(block.index()).map(|b| (b.base, b.bytes))
+    }
+
+    /// The block before (by address, same segment).
+    #[must_use]
+    pub(crate) fn previous(&self, block: BlockKey) -> Option<BlockKey> {
+        self.blocks.get(block.index()).map(|b| b.prev).filter(|&k| k != NONE).map(BlockKey)
+    }
+
+    /// The block after (by address, same segment).
+    #[must_use]
+    pub(crate) fn next(&self, block: BlockKey) -> Option<BlockKey> {
+        self.blocks.get(block.index()).map(|b| b.next).filter(|&k| k != NONE).map(BlockKey)
+    }
+
+    /// Every segment, ascending by base.
+    pub(crate) fn segments(&self) -> impl Iterator<Item = SegmentView> + '_ {
+        self.by_base.values().map(|&key| view(SegmentKey(key), &self.segments[key as usize]))
+    }
+
+    /// One segment.
+    #[must_use]
+    pub(crate) fn segment(&self, segment: SegmentKey) -> Option<SegmentView> {
+        self.segments.get(segment.index()).map(|entry| view(segment, entry))
+    }
+
+    /// The blocks of a segment, ascending by address; they tile it. Blocks freed a moment ago show unmerged.
+    pub(crate) fn blocks_of(&self, segment: SegmentKey) -> impl Iterator<Item = BlockView> + '_ {
+        let first = self.segments.get(segment.index()).map(|s| s.first).filter(|&k| k != NONE).map(BlockKey);
+        std::iter::successors(first, |&block| self.next(block)).filter_map(|block| self.block(block))
+    }
+
+    /// The counters. O(blocks): for reports; the hot ones have functions of their own below.
+    #[must_use]
+    pub(crate) fn stats(&self) -> HeapStats {
+        let mut stats = HeapStats {
+            requested_bytes: self.requested_bytes,
+            used_bytes: self.used_bytes,
+            backed_bytes: self.backed_bytes(),
+            used_blocks: self.used_blocks,
+            segments: self.segments.len() as u64,
+            ..HeapStats::default()
+        };
+        for (_, block) in &self.blocks {
+            match block.state {
+                BlockState::Used => {}
+                BlockState::Free => {
+                    stats.free_bytes += block.bytes;
+                    stats.free_blocks += 1;
+                    stats.largest_free_bytes = stats.largest_free_bytes.max(block.bytes);
+                    if self.segments[block.segment as usize].busy_blocks > 0 {
+                        stats.inactive_split_bytes += block.bytes;
+                    }
+                }
+                BlockState::Claimed => stats.claimed_bytes += block.bytes,
+                BlockState::Unbacked => stats.unbacked_bytes += block.bytes,
+            }
+        }
+        stats
+    }
+
+    /// Held from the driver, bytes.
+    #[must_use]
+    #[inline]
+    pub(crate) fn backed_bytes(&self) -> u64 {
+        self.slab_bytes + self.chunked_bytes
+    }
+
+    /// In used blocks, bytes.
+    #[must_use]
+    #[inline]
+    pub(crate) fn used_bytes(&self) -> u64 {
+        self.used_bytes
+    }
+
+    /// Asked for by live blocks, bytes.
+    #[must_use]
+    #[inline]
+    pub(crate) fn requested_bytes(&self) -> u64 {
+        self.requested_bytes
+    }
+
+    /// Number of used blocks.
+    #[must_use]
+    #[inline]
+    pub(crate) fn used_blocks(&self) -> u64 {
+        self.used_blocks
+    }
+
+    /// Largest free block, bytes, whoever may still use it.
+    #[must_use]
+    pub(crate) fn largest_free_bytes(&self) -> u64 {
+        let ring = self.ring[..self.ring_len].iter().map(|&k| self.blocks[k as usize].bytes);
+        let bins = [&self.idle, &self.mixed].into_iter().chain(self.streams.iter().flatten());
+        ring.chain(bins.map(|b| b.largest(&self.blocks))).max().unwrap_or(0)
+    }
+}
+
+fn view(key: SegmentKey, entry: &Segment) -> SegmentView {
+    SegmentView {
+        key,
+        base: entry.base,
+        bytes: entry.bytes,
+        backed_bytes: match &entry.chunks {
+            None => entry.bytes,
+            Some(pages) => u64::from(pages.backed_count) * pages.bytes,
+        },
+        busy_blocks: entry.busy_blocks,
+        chunk_bytes: entry.chunks.as_ref().map(|c| c.bytes),
+    }
 }

@@ -1,0 +1,1 @@
+//! Random long walks against a naive model of intervals.

@@ -1,0 +1,113 @@
+//! Placement measured: how tight, and (in release, by hand) how fast.
+
+use super::*;
+
+/// xorshift64*: the same churn everywhere.
+struct Rng(u64);
+
+impl Rng {
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
+    }
+
+    /// Log-uniform in `[low, high)`.
+    fn size(&mut self, low: f64, high: f64) -> u64 {
+        let unit = (self.next() >> 11) as f64 / (1u64 << 53) as f64;
+        (low.ln() + unit * (high.ln() - low.ln())).exp() as u64
+    }
+}
+
+struct Churn {
+    heap: Heap,
+    live: Vec<BlockKey>,
+    rng: Rng,
+    now: u64,
+    peak_requested: u64,
+    high: f64,
+}
+
+impl Churn {
+    fn new(live: usize, high: u64, seed: u64) -> Self {
+        let mut churn = Self {
+            heap: vmm_heap(1 << 40, 2 * MIB),
+            live: Vec::new(),
+            rng: Rng(seed),
+            now: 0,
+            peak_requested: 0,
+            high: high as f64,
+        };
+        for _ in 0..live {
+            let bytes = churn.rng.size(512.0, churn.high);
+            let block = alloc(&mut churn.heap, bytes, A);
+            churn.live.push(block);
+        }
+        churn
+    }
+
+    fn step(&mut self) {
+        let at = (self.rng.next() % self.live.len() as u64) as usize;
+        self.now += 1;
+        self.heap.free(self.live[at], Uses::one(A), Stamp(self.now)).unwrap();
+        let bytes = self.rng.size(512.0, self.high);
+        self.live[at] = alloc(&mut self.heap, bytes, A);
+        self.peak_requested = self.peak_requested.max(self.heap.requested_bytes());
+    }
+
+    fn ratio(&self) -> f64 {
+        self.heap.backed_bytes() as f64 / self.peak_requested as f64
+    }
+}
+
+#[test]
+#[ignore = "a measurement: run in release with --nocapture"]
+fn measure_churn() {
+    for (live, high) in [(100, MIB), (1000, 8 * MIB), (5000, 8 * MIB)] {
+        for seed in [1, 2, 3] {
+            let mut churn = Churn::new(live, high, 0x9e37_79b9 + seed);
+            let mut report = String::new();
+            for _ in 0..5 {
+                let start = std::time::Instant::now();
+                for _ in 0..200_000 {
+                    churn.step();
+                }
+                let ns = start.elapsed().as_nanos() as f64 / 200_000.0;
+                report += &format!(" {ns:.0}ns/{:.4}", churn.ratio());
+            }
+            churn.heap.check().unwrap();
+            let stats = churn.heap.stats();
+            println!(
+                "{live} live seed {seed}:{report} free blocks {} free {}",
+                stats.free_blocks,
+                stats.free_bytes >> 20
+            );
+        }
+    }
+}
+
+#[test]
+#[ignore = "a measurement: run in release with --nocapture"]
+fn measure_pair() {
+    for bytes in [512, 64 << 10, MIB, 64 * MIB] {
+        let mut heap = vmm_heap(1 << 40, 2 * MIB);
+        let _keep = alloc(&mut heap, 3000, A);
+        let mut now = 0;
+        let mut best = f64::MAX;
+        for _ in 0..20 {
+            let start = std::time::Instant::now();
+            for _ in 0..100_000 {
+                now += 1;
+                let request = heap.request(std::hint::black_box(bytes), 0).unwrap();
+                let block = match heap.alloc(&request, A) {
+                    Some(block) => block,
+                    None => alloc(&mut heap, bytes, A),
+                };
+                heap.free(std::hint::black_box(block), Uses::one(A), Stamp(now)).unwrap();
+            }
+            best = best.min(start.elapsed().as_nanos() as f64 / 100_000.0);
+        }
+        println!("pair {bytes}: {best:.1} ns");
+    }
+}
