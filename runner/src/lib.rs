@@ -4,9 +4,12 @@
 //! addresses; what changes from token to token lives in device memory, so that a decode step is the same
 //! captured graph until the shape of the work changes.
 
+pub mod chat;
+pub mod cli;
 mod error;
 pub mod gguf;
 pub mod models;
+pub mod sampling;
 pub mod tokenizer;
 
 pub use error::{BadFile, Error, Result};

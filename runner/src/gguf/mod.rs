@@ -1,11 +1,11 @@
 //! GGUF model files, versions 2 and 3: a reader that trusts nothing, and a writer.
 //!
 //! ```
-//! use evergraph_runner::gguf::{Bytes, Gguf, TensorType, Writer};
+//! use evergraph_runner::gguf::{Bytes, Gguf, QuantType, Writer};
 //!
 //! let mut writer = Writer::new();
 //! writer.put("general.architecture", "gemma3");
-//! writer.tensor("output_norm.weight", TensorType::F32, &[2], vec![0; 8]);
+//! writer.tensor("output_norm.weight", QuantType::F32, &[2], vec![0; 8]);
 //! let file = Gguf::parse(Bytes::copy_of(&writer.to_bytes()?))?;
 //! assert_eq!(file.architecture()?, "gemma3");
 //! assert_eq!(file.tensor("output_norm.weight").map(|tensor| tensor.shape().to_vec()), Some(vec![2]));
@@ -27,8 +27,9 @@ use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
 
+pub use evergraph_kernels::quant::QuantType;
 pub use map::Bytes;
-pub use types::{Check, TensorType, ValueType};
+pub use types::{Check, ValueType};
 pub use value::{Array, ArrayIter, Value};
 pub use write::{MetaValue, Writer};
 
@@ -62,7 +63,7 @@ pub struct TensorInfo {
     name: Box<str>,
     dims: [u64; 4],
     rank: u8,
-    ty: TensorType,
+    ty: QuantType,
     start: u64,
     bytes: u64,
 }
@@ -88,7 +89,7 @@ impl TensorInfo {
 
     /// Its element type.
     #[must_use]
-    pub fn tensor_type(&self) -> TensorType {
+    pub fn quant_type(&self) -> QuantType {
         self.ty
     }
 

@@ -6,9 +6,9 @@ use std::sync::Arc;
 
 use super::cursor::{ARRAY_CAP, Cursor, bad};
 use super::map::Bytes;
-use super::types::{Check, TensorType, ValueType};
+use super::types::{Check, ValueType};
 use super::value::Value;
-use super::{Gguf, Key, TensorInfo};
+use super::{Gguf, Key, QuantType, TensorInfo};
 use crate::error::Result;
 
 const KEY_CAP: u64 = 1 << 16;
@@ -137,13 +137,13 @@ fn infos(cursor: &mut Cursor<'_>, count: u64, alignment_bytes: u64) -> Result<(V
         }
         let id = cursor.u32(&what)?;
         let ty =
-            TensorType::from_id(id).ok_or_else(|| bad(Check::TensorType, at, &*what, format!("type number {id}")))?;
-        if !dims[0].is_multiple_of(ty.block_elements()) {
-            let found = format!("{} elements of {ty}, which has blocks of {}", dims[0], ty.block_elements());
+            QuantType::from_id(id).ok_or_else(|| bad(Check::TensorType, at, &*what, format!("type number {id}")))?;
+        if !dims[0].is_multiple_of(ty.block_size() as u64) {
+            let found = format!("{} elements of {ty}, which has blocks of {}", dims[0], ty.block_size() as u64);
             return Err(bad(Check::RowBlocks, at, what, found));
         }
-        let bytes = (elements / ty.block_elements())
-            .checked_mul(ty.block_bytes())
+        let bytes = (elements / ty.block_size() as u64)
+            .checked_mul(ty.type_bytes() as u64)
             .filter(|bytes| {
                 bytes.checked_next_multiple_of(alignment_bytes).is_some_and(|bytes| bytes <= i64::MAX as u64)
             })

@@ -88,8 +88,8 @@ fn sample() -> Vec<u8> {
         .put("ints", vec![3i32, -4])
         .put("bools", vec![true, false])
         .tensor_f32("x", &[2, 3], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
-        .tensor("y", TensorType::Q8_0, &[32], vec![1; 34])
-        .tensor_with("z", TensorType::F16, &[4], |out| out.write_all(&[9; 8]));
+        .tensor("y", QuantType::Q8_0, &[32], vec![1; 34])
+        .tensor_with("z", QuantType::F16, &[4], |out| out.write_all(&[9; 8]));
     writer.to_bytes().unwrap()
 }
 
@@ -290,10 +290,10 @@ fn tensor_types_are_known_and_rows_are_whole_blocks() {
     for ty in [4, 5, 31, 32, 33, 36, 37, 38, 40, 1000, u32::MAX] {
         assert_eq!(with_tensors(&[("t", &[256], ty, 0)], 2048).refused(), Check::TensorType, "type {ty}");
     }
-    for ty in TensorType::ALL {
-        let elements = ty.block_elements();
+    for ty in QuantType::ALL {
+        let elements = ty.block_size() as u64;
         let raw = with_tensors(&[("t", &[elements, 2], *ty as u32, 0)], 2048);
-        assert_eq!(raw.parse().unwrap().tensors()[0].bytes(), 2 * ty.block_bytes(), "{ty}");
+        assert_eq!(raw.parse().unwrap().tensors()[0].bytes(), 2 * ty.type_bytes() as u64, "{ty}");
         if elements > 1 {
             let raw = with_tensors(&[("t", &[elements / 2, 2], *ty as u32, 0)], 2048);
             assert_eq!(raw.refused(), Check::RowBlocks, "{ty}");
@@ -328,10 +328,10 @@ fn a_part_of_a_split_model_is_refused_by_name() {
 #[test]
 fn the_writer_refuses_what_the_reader_would() {
     let mut writer = Writer::new();
-    writer.tensor("t", TensorType::Q8_0, &[33], vec![0; 34]);
+    writer.tensor("t", QuantType::Q8_0, &[33], vec![0; 34]);
     assert!(writer.to_bytes().is_err());
     let mut writer = Writer::new();
-    writer.tensor("t", TensorType::Q8_0, &[32], vec![0; 33]);
+    writer.tensor("t", QuantType::Q8_0, &[32], vec![0; 33]);
     assert!(writer.to_bytes().is_err());
 }
 

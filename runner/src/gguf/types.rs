@@ -1,4 +1,4 @@
-//! Value types, tensor types and their block layouts.
+//! Value types, and the rules that files must keep.
 
 use std::fmt;
 
@@ -46,104 +46,6 @@ impl ValueType {
 impl fmt::Display for ValueType {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(&format!("{self:?}").to_ascii_lowercase())
-    }
-}
-
-macro_rules! tensor_types {
-    ($($name:ident = $id:literal, $elements:literal, $bytes:literal;)*) => {
-        /// Type of a tensor's elements, as numbered on disk.
-        #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-        #[allow(missing_docs, non_camel_case_types)]
-        #[non_exhaustive]
-        pub enum TensorType { $($name = $id,)* }
-
-        impl TensorType {
-            /// Every type, in the order of the numbers of this table.
-            pub const ALL: &'static [Self] = &[$(Self::$name,)*];
-
-            /// The type with this number.
-            #[must_use]
-            pub fn from_id(id: u32) -> Option<Self> {
-                match id { $($id => Some(Self::$name),)* _ => None }
-            }
-
-            /// Elements a block.
-            #[must_use]
-            pub fn block_elements(self) -> u64 {
-                match self { $(Self::$name => $elements,)* }
-            }
-
-            /// Bytes a block.
-            #[must_use]
-            pub fn block_bytes(self) -> u64 {
-                match self { $(Self::$name => $bytes,)* }
-            }
-
-            /// Its name, as llama.cpp spells it.
-            #[must_use]
-            pub fn name(self) -> &'static str {
-                match self { $(Self::$name => stringify!($name),)* }
-            }
-        }
-    };
-}
-
-// Sizes: ggml's block structures.
-tensor_types! {
-    F32 = 0, 1, 4;
-    F16 = 1, 1, 2;
-    Q4_0 = 2, 32, 18;
-    Q4_1 = 3, 32, 20;
-    Q5_0 = 6, 32, 22;
-    Q5_1 = 7, 32, 24;
-    Q8_0 = 8, 32, 34;
-    Q8_1 = 9, 32, 36;
-    Q2_K = 10, 256, 84;
-    Q3_K = 11, 256, 110;
-    Q4_K = 12, 256, 144;
-    Q5_K = 13, 256, 176;
-    Q6_K = 14, 256, 210;
-    Q8_K = 15, 256, 292;
-    IQ2_XXS = 16, 256, 66;
-    IQ2_XS = 17, 256, 74;
-    IQ3_XXS = 18, 256, 98;
-    IQ1_S = 19, 256, 50;
-    IQ4_NL = 20, 32, 18;
-    IQ3_S = 21, 256, 110;
-    IQ2_S = 22, 256, 82;
-    IQ4_XS = 23, 256, 136;
-    I8 = 24, 1, 1;
-    I16 = 25, 1, 2;
-    I32 = 26, 1, 4;
-    I64 = 27, 1, 8;
-    F64 = 28, 1, 8;
-    IQ1_M = 29, 256, 56;
-    BF16 = 30, 1, 2;
-    TQ1_0 = 34, 256, 54;
-    TQ2_0 = 35, 256, 66;
-    MXFP4 = 39, 32, 17;
-}
-
-impl TensorType {
-    /// The type with this name, in any case.
-    #[must_use]
-    pub fn from_name(name: &str) -> Option<Self> {
-        Self::ALL.iter().copied().find(|ty| ty.name().eq_ignore_ascii_case(name))
-    }
-
-    /// Bytes of one row of `elements`, or `None` if it is not whole blocks or overflows.
-    #[must_use]
-    pub fn row_bytes(self, elements: u64) -> Option<u64> {
-        if !elements.is_multiple_of(self.block_elements()) {
-            return None;
-        }
-        (elements / self.block_elements()).checked_mul(self.block_bytes())
-    }
-}
-
-impl fmt::Display for TensorType {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
     }
 }
 

@@ -3,7 +3,8 @@
 use std::io::Write;
 use std::path::Path;
 
-use super::types::{TensorType, ValueType};
+use super::QuantType;
+use super::types::ValueType;
 use crate::error::{Error, Result};
 
 /// A metadata value to be written.
@@ -49,7 +50,7 @@ pub struct Writer {
 #[derive(Debug)]
 struct Tensor {
     name: String,
-    ty: TensorType,
+    ty: QuantType,
     dims: Vec<u64>,
     data: Data,
 }
@@ -87,7 +88,7 @@ impl Writer {
     }
 
     /// Adds a tensor; `dims` has the contiguous dimension first, `data` its blocks in order.
-    pub fn tensor(&mut self, name: impl Into<String>, ty: TensorType, dims: &[u64], data: Vec<u8>) -> &mut Self {
+    pub fn tensor(&mut self, name: impl Into<String>, ty: QuantType, dims: &[u64], data: Vec<u8>) -> &mut Self {
         self.tensors.push(Tensor { name: name.into(), ty, dims: dims.to_vec(), data: Data::Memory(data) });
         self
     }
@@ -95,14 +96,14 @@ impl Writer {
     /// Adds a tensor of floats.
     pub fn tensor_f32(&mut self, name: impl Into<String>, dims: &[u64], values: &[f32]) -> &mut Self {
         let data = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-        self.tensor(name, TensorType::F32, dims, data)
+        self.tensor(name, QuantType::F32, dims, data)
     }
 
     /// Adds a tensor whose bytes are made when the file is written, so that files larger than memory can be.
     pub fn tensor_with(
         &mut self,
         name: impl Into<String>,
-        ty: TensorType,
+        ty: QuantType,
         dims: &[u64],
         make: impl Fn(&mut dyn Write) -> std::io::Result<()> + 'static,
     ) -> &mut Self {
@@ -204,8 +205,8 @@ impl Write for Counted<'_> {
 impl Tensor {
     fn bytes(&self) -> Result<u64> {
         let rows = self.dims.iter().skip(1).try_fold(1u64, |product, &dim| product.checked_mul(dim));
-        let row = self.dims.first().and_then(|&elements| self.ty.row_bytes(elements));
-        let bytes = row.zip(rows).and_then(|(row, rows)| row.checked_mul(rows));
+        let row = self.dims.first().and_then(|&elements| self.ty.row_bytes(usize::try_from(elements).ok()?).ok());
+        let bytes = row.zip(rows).and_then(|(row, rows)| rows.checked_mul(row as u64));
         bytes.ok_or_else(|| Error::tensor(&*self.name, "whole blocks of a size that fits", format!("{:?}", self.dims)))
     }
 }

@@ -1,0 +1,177 @@
+//! Chat templates: the Jinja text of the model file, run by minijinja, or Gemma's format where there is none.
+
+mod time;
+
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::{Kwargs, Serde, Value};
+use minijinja::{Environment, ErrorKind, context};
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+use crate::gguf::Gguf;
+use crate::tokenizer::Tokenizer;
+
+/// One turn.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Message {
+    /// `system`, `user` or `assistant`.
+    pub role: String,
+    /// What was said.
+    pub content: String,
+}
+
+impl Message {
+    /// A turn of `role`.
+    pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
+        Self { role: role.into(), content: content.into() }
+    }
+}
+
+/// Gemma 3's format: no system turn of its own, the assistant is called `model`.
+const GEMMA3: &str = r"{{ bos_token }}
+{%- set ns = namespace(system='') -%}
+{%- for message in messages -%}
+    {%- if message.role == 'system' -%}
+        {%- set ns.system = ns.system ~ message.content | trim ~ '\n\n' -%}
+    {%- else -%}
+        {{- '<start_of_turn>' ~ ('model' if message.role == 'assistant' else message.role) ~ '\n' -}}
+        {%- if message.role == 'user' -%}
+            {{- ns.system -}}
+            {%- set ns.system = '' -%}
+        {%- endif -%}
+        {{- message.content | trim ~ '<end_of_turn>\n' -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<start_of_turn>model\n' -}}
+{%- endif -%}
+";
+
+/// Steps that a template may take: far more than any real one needs, and a hostile one ends.
+const FUEL: u64 = 2_000_000;
+
+/// Turns messages into the text that a model was trained on.
+#[derive(Debug)]
+pub struct ChatTemplate {
+    environment: Environment<'static>,
+    bos: String,
+    eos: String,
+    built_in: bool,
+}
+
+impl ChatTemplate {
+    /// The template of a model file (`tokenizer.chat_template`), or Gemma 3's.
+    ///
+    /// # Errors
+    /// [`Error::Template`] if it can not be parsed, [`Error::Unsupported`] for a file without one whose format
+    /// is not known.
+    pub fn from_gguf(file: &Gguf, tokenizer: &Tokenizer) -> Result<Self> {
+        let text = |id: Option<u32>| id.map_or("", |id| tokenizer.token(id)).to_owned();
+        let (bos, eos) = (text(tokenizer.bos()), text(tokenizer.eos()));
+        match file.get_str("tokenizer.chat_template")? {
+            Some(source) => Self::new(source, bos, eos, false),
+            None if file.architecture()?.starts_with("gemma") => Self::new(GEMMA3, bos, eos, true),
+            None => Err(Error::Unsupported {
+                what: "chatting with a model whose file has no template",
+                found: file.architecture()?.to_owned(),
+                advice: "--chat-template-file".to_owned(),
+            }),
+        }
+    }
+
+    /// A template given by its text.
+    ///
+    /// # Errors
+    /// [`Error::Template`] if it can not be parsed.
+    pub fn from_source(source: &str, tokenizer: &Tokenizer) -> Result<Self> {
+        let text = |id: Option<u32>| id.map_or("", |id| tokenizer.token(id)).to_owned();
+        let source = if source == "gemma" { GEMMA3 } else { source };
+        Self::new(source, text(tokenizer.bos()), text(tokenizer.eos()), source == GEMMA3)
+    }
+
+    fn new(source: &str, bos: String, eos: String, built_in: bool) -> Result<Self> {
+        let mut environment = Environment::new();
+        // As Hugging Face sets Jinja up.
+        let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
+        environment.set_syntax(syntax.map_err(|error| failed(&error))?);
+        environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
+        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment.set_fuel(Some(FUEL));
+        environment.add_function("raise_exception", raise_exception);
+        environment.add_function("strftime_now", |format: &str| time::strftime(format, time::now()));
+        environment.add_filter("tojson", to_json);
+        environment.add_template_owned("chat", source.to_owned()).map_err(|error| failed(&error))?;
+        Ok(Self { environment, bos, eos, built_in })
+    }
+
+    /// Whether this is the built-in format.
+    #[must_use]
+    pub fn is_built_in(&self) -> bool {
+        self.built_in
+    }
+
+    /// The text of a conversation, with the opening of the model's turn if `generate` is set. It holds control
+    /// tokens and the begin token: tokenise it with `parse_special` and without adding special tokens.
+    ///
+    /// # Errors
+    /// [`Error::Template`] if the template fails or refuses the conversation.
+    pub fn render(&self, messages: &[Message], generate: bool) -> Result<String> {
+        let template = self.environment.get_template("chat").map_err(|error| failed(&error))?;
+        template
+            .render(context! {
+                messages => Value::from(Serde(messages)),
+                add_generation_prompt => generate,
+                bos_token => &*self.bos,
+                eos_token => &*self.eos,
+            })
+            .map_err(|error| failed(&error))
+    }
+}
+
+fn failed(error: &minijinja::Error) -> Error {
+    let line = error.line().map(|line| format!(" in line {line}")).unwrap_or_default();
+    let detail = error.detail().map(|detail| format!(": {detail}")).unwrap_or_default();
+    Error::Template(format!("{}{detail}{line}", error.kind()))
+}
+
+fn raise_exception(message: &str) -> std::result::Result<Value, minijinja::Error> {
+    Err(minijinja::Error::new(ErrorKind::InvalidOperation, message.to_owned()))
+}
+
+/// JSON as Python writes it, not escaped for HTML as minijinja's own filter does.
+fn to_json(value: &Value, options: Kwargs) -> std::result::Result<String, minijinja::Error> {
+    let indent: Option<usize> = options.get("indent")?;
+    // Python's other options do not matter to a model.
+    let _ = options.get::<Option<bool>>("ensure_ascii")?;
+    let _ = options.get::<Option<bool>>("sort_keys")?;
+    options.assert_all_used()?;
+    let fail = |error: serde_json::Error| minijinja::Error::new(ErrorKind::BadSerialization, error.to_string());
+    let mut out = Vec::new();
+    match indent {
+        Some(width) => {
+            let spaces = vec![b' '; width.min(16)];
+            let formatter = serde_json::ser::PrettyFormatter::with_indent(&spaces);
+            value.serialize(&mut serde_json::Serializer::with_formatter(&mut out, formatter)).map_err(fail)?;
+        }
+        None => value.serialize(&mut serde_json::Serializer::with_formatter(&mut out, Spaced)).map_err(fail)?,
+    }
+    Ok(String::from_utf8_lossy(&out).into_owned())
+}
+
+/// Python's separators: a space after each comma and colon.
+struct Spaced;
+
+impl serde_json::ser::Formatter for Spaced {
+    fn begin_array_value<W: ?Sized + std::io::Write>(&mut self, out: &mut W, first: bool) -> std::io::Result<()> {
+        if first { Ok(()) } else { out.write_all(b", ") }
+    }
+    fn begin_object_key<W: ?Sized + std::io::Write>(&mut self, out: &mut W, first: bool) -> std::io::Result<()> {
+        if first { Ok(()) } else { out.write_all(b", ") }
+    }
+    fn begin_object_value<W: ?Sized + std::io::Write>(&mut self, out: &mut W) -> std::io::Result<()> {
+        out.write_all(b": ")
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,89 @@
+//! llama.cpp's spellings: single-dash flags of several letters, and environment twins.
+
+use std::ffi::{OsStr, OsString};
+
+/// Single-dash flags of several letters, and the long flags they mean. clap knows one-letter shorts only.
+const SPELLINGS: &[(&str, &str)] = &[
+    ("-act", "--act"),
+    ("-cmoe", "--cpu-moe"),
+    ("-cpent", "--cache-reuse"),
+    ("-ctk", "--cache-type-k"),
+    ("-ctv", "--cache-type-v"),
+    ("-dev", "--device"),
+    ("-fa", "--flash-attn"),
+    ("-mg", "--main-gpu"),
+    ("-ncmoe", "--n-cpu-moe"),
+    ("-ngl", "--n-gpu-layers"),
+    ("-ot", "--override-tensor"),
+    ("-sm", "--split-mode"),
+    ("-tb", "--threads-batch"),
+    ("-ts", "--tensor-split"),
+    ("-ub", "--ubatch-size"),
+    ("--n-predict", "--predict"),
+    ("--gpu-layers", "--n-gpu-layers"),
+    ("--temperature", "--temp"),
+    ("--override-tensors", "--override-tensor"),
+];
+
+/// Flags whose next word is text of the user and never a flag.
+const TEXT_FLAGS: &[&str] = &["-p", "--prompt", "-f", "--file", "-m", "--model", "-sys", "--system-prompt", "--tokens"];
+
+/// Environment names of llama.cpp that are not `LLAMA_ARG_` plus the long flag.
+const LLAMA_NAMES: &[(&str, &str)] = &[
+    ("ubatch-size", "LLAMA_ARG_UBATCH"),
+    ("batch-size", "LLAMA_ARG_BATCH"),
+    ("predict", "LLAMA_ARG_N_PREDICT"),
+    ("top-k", "LLAMA_ARG_TOP_K"),
+];
+
+/// Rewrites llama.cpp's spellings into long flags. Words after `--`, and texts, stay as they are.
+pub fn normalise(args: impl IntoIterator<Item = OsString>) -> Vec<OsString> {
+    let mut out: Vec<OsString> = Vec::new();
+    let mut verbatim = false;
+    let mut text_next = false;
+    for arg in args {
+        if verbatim || text_next {
+            text_next = false;
+            out.push(arg);
+            continue;
+        }
+        verbatim = arg == OsStr::new("--");
+        text_next = TEXT_FLAGS.iter().any(|flag| arg == OsStr::new(flag));
+        out.push(rewrite(&arg).unwrap_or(arg));
+    }
+    out
+}
+
+fn rewrite(arg: &OsStr) -> Option<OsString> {
+    let arg = arg.to_str()?;
+    let (flag, value) = match arg.split_once('=') {
+        Some((flag, value)) => (flag, Some(value)),
+        None => (arg, None),
+    };
+    let long = SPELLINGS.iter().find(|(short, _)| *short == flag)?.1;
+    Some(match value {
+        Some(value) => format!("{long}={value}").into(),
+        None => long.into(),
+    })
+}
+
+/// Gives each long flag its twins in the environment: `EVERGRAPH_…` first, then llama.cpp's `LLAMA_ARG_…`.
+pub(super) fn with_environment(command: clap::Command) -> clap::Command {
+    command.mut_subcommands(|sub| {
+        sub.mut_args(|arg| {
+            let Some(long) = arg.get_long() else { return arg };
+            if matches!(long, "help" | "version" | "json" | "tokens" | "prompt") {
+                return arg;
+            }
+            let upper = long.replace('-', "_").to_ascii_uppercase();
+            let llama = LLAMA_NAMES
+                .iter()
+                .find(|(flag, _)| *flag == long)
+                .map_or_else(|| format!("LLAMA_ARG_{upper}"), |(_, name)| (*name).to_owned());
+            let ours = format!("EVERGRAPH_{upper}");
+            let name =
+                if std::env::var_os(&ours).is_none() && std::env::var_os(&llama).is_some() { llama } else { ours };
+            arg.env(name).hide_env(true)
+        })
+    })
+}

@@ -1,0 +1,85 @@
+//! The command line: results on standard output, talk on standard error.
+//!
+//! Exit status: 0 fine; 1 the work failed or a check did not hold; 2 the words were off; 3 the asked-for
+//! device is not there.
+
+mod argv;
+mod device;
+mod flags;
+mod output;
+mod size;
+
+mod detokenize;
+mod doctor;
+mod info;
+mod tokenize;
+
+use std::ffi::OsString;
+
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
+
+pub use argv::normalise;
+pub use size::{format_size, parse_size};
+
+use crate::error::Result;
+use output::Output;
+
+/// Runs Gemma and DeepSeek models on a GPU memory pool with generation tokens and a graph cache that can
+/// not replay a stale graph.
+#[derive(Debug, Parser)]
+#[command(name = "evergraph", version, max_term_width = 110, arg_required_else_help = true)]
+pub struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+/// One variant a command: its flags and, in [`Command::run`], its function.
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Show the metadata and tensors of a model file
+    Info(info::Flags),
+    /// Turn text into token ids
+    Tokenize(tokenize::Flags),
+    /// Turn token ids into text
+    Detokenize(detokenize::Flags),
+    /// Show devices, drivers, memory, and what is missing
+    Doctor(doctor::Flags),
+}
+
+impl Command {
+    fn run(self) -> Result<()> {
+        match self {
+            Self::Info(flags) => info::run(&flags, &mut Output::new(flags.json)),
+            Self::Tokenize(flags) => tokenize::run(&flags, &mut Output::new(flags.json)),
+            Self::Detokenize(flags) => detokenize::run(&flags, &mut Output::new(flags.json)),
+            Self::Doctor(flags) => doctor::run(&flags, &mut Output::new(flags.json)),
+        }
+    }
+}
+
+/// How a run of the command line ended, where it did not simply work.
+#[derive(Debug)]
+pub enum Failure {
+    /// The words were off, or help was asked for: the text is for people, the status as clap says.
+    Words(clap::Error),
+    /// The work failed.
+    Work(crate::Error),
+}
+
+/// Runs one command line, the program's name first.
+///
+/// # Errors
+/// What the words or the work did not allow; a reader that closed the pipe is no error.
+pub fn run(args: impl IntoIterator<Item = OsString>) -> std::result::Result<(), Failure> {
+    let command = argv::with_environment(Cli::command());
+    let matches = command.try_get_matches_from(normalise(args)).map_err(Failure::Words)?;
+    let cli = Cli::from_arg_matches(&matches).map_err(Failure::Words)?;
+    match cli.command.run() {
+        Err(crate::Error::Output(error)) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
+        Err(error) => Err(Failure::Work(error)),
+        Ok(()) => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,59 @@
+//! Results to standard output, talk to standard error.
+
+use std::io::{IsTerminal, Write};
+
+use serde_json::Value;
+
+use crate::error::{Error, Result};
+
+/// Where a command's results go.
+#[derive(Debug)]
+pub(super) struct Output {
+    json: bool,
+}
+
+impl Output {
+    pub(super) fn new(json: bool) -> Self {
+        Self { json }
+    }
+
+    /// Whether the result is one JSON document.
+    pub(super) fn json(&self) -> bool {
+        self.json
+    }
+
+    /// Writes a piece of the result at once. Nothing in JSON mode.
+    pub(super) fn text(&mut self, text: impl AsRef<str>) -> Result<()> {
+        if self.json { Ok(()) } else { write(text.as_ref()) }
+    }
+
+    /// Writes a line of the result. Nothing in JSON mode.
+    pub(super) fn line(&mut self, text: impl AsRef<str>) -> Result<()> {
+        if self.json { Ok(()) } else { write(&format!("{}\n", text.as_ref())) }
+    }
+
+    /// Writes the JSON document. Nothing in text mode.
+    pub(super) fn document(&mut self, value: &Value) -> Result<()> {
+        if self.json { write(&format!("{value}\n")) } else { Ok(()) }
+    }
+}
+
+fn write(text: &str) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    out.write_all(text.as_bytes()).and_then(|()| out.flush()).map_err(Error::Output)
+}
+
+/// Says something to the person who watches. Nobody listening is fine.
+pub(super) fn say(text: impl AsRef<str>) {
+    let _ = writeln!(std::io::stderr().lock(), "{}", text.as_ref());
+}
+
+/// A progress bar on standard error, or none where that is no terminal.
+pub(super) fn progress(total: u64, what: &'static str) -> indicatif::ProgressBar {
+    if !std::io::stderr().is_terminal() {
+        return indicatif::ProgressBar::hidden();
+    }
+    let style = indicatif::ProgressStyle::with_template("{msg} {bar:30} {pos}/{len} ({elapsed})");
+    let bar = indicatif::ProgressBar::new(total).with_message(what);
+    if let Ok(style) = style { bar.with_style(style) } else { bar }
+}

@@ -1,0 +1,60 @@
+#![allow(clippy::unwrap_used)]
+
+use super::*;
+
+fn words(list: &[&str]) -> Vec<String> {
+    normalise(list.iter().map(OsString::from)).into_iter().map(|word| word.into_string().unwrap()).collect()
+}
+
+#[test]
+fn llama_cpps_spellings_become_long_flags() {
+    assert_eq!(
+        words(&["x", "-ngl", "99", "-ctk=f16", "-n", "4"]),
+        ["x", "--n-gpu-layers", "99", "--cache-type-k=f16", "-n", "4"]
+    );
+    assert_eq!(words(&["-p", "-ngl", "-fa", "on"]), ["-p", "-ngl", "--flash-attn", "on"], "a prompt is no flag");
+    assert_eq!(words(&["--", "-ngl"]), ["--", "-ngl"]);
+}
+
+#[test]
+fn sizes_are_read_as_people_write_them() {
+    for (text, bytes) in [
+        ("0", 0),
+        ("512", 512),
+        ("64KiB", 65_536),
+        ("1.5 MiB", 1_572_864),
+        ("2G", 2 << 30),
+        ("10GB", 10_000_000_000),
+        ("7.8GiB", 8_375_186_227),
+        (" 3 tib ", 3 << 40),
+    ] {
+        assert_eq!(parse_size(text), Ok(bytes), "{text}");
+    }
+    for text in ["", "GiB", "-1", "1.2.3", "1XB", "1e9", "99999999999999999999", "20000000TiB", "99999999999.5TiB", "∞"]
+    {
+        assert!(parse_size(text).is_err(), "{text}");
+    }
+    assert_eq!(format_size(8_375_186_227), "7.8 GiB");
+    assert_eq!(format_size(12), "12 B");
+}
+
+#[test]
+fn the_grammar_is_sound() {
+    Cli::command().debug_assert();
+    argv::with_environment(Cli::command()).debug_assert();
+}
+
+#[test]
+fn a_device_is_chosen_or_named_as_missing() {
+    use device::{Kind, choose};
+    assert_eq!(choose(Some("host")).unwrap(), Kind::Host);
+    for text in ["", "gpu", "cuda:", "cuda:x", "cuda0", "cuda:-1"] {
+        assert_eq!(choose(Some(text)).unwrap_err().exit_status(), 2, "{text:?}");
+    }
+    if device::CudaProbe::new().missing().is_some() {
+        let error = choose(Some("cuda:1")).unwrap_err();
+        assert_eq!(error.exit_status(), 3);
+        assert!(error.to_string().contains("cuda:1"), "{error}");
+        assert_eq!(choose(None).unwrap(), Kind::Host);
+    }
+}
