@@ -1,19 +1,63 @@
 //! The host device: a complete device on the CPU, at least as strict as the hardware.
+//!
+//! - **Memory** is real pages at real addresses: a device address is an address of this process. A chunk may be
+//!   mapped at two ranges; fresh memory is poisoned; a freed address is the next one handed out, and so is a
+//!   destroyed stream's, event's or graph's handle.
+//! - **Access** is checked against the map, once a span: a kernel, copy or set that touches what it may not makes
+//!   the context's sticky fault, naming op and owner. The call that queued it succeeded; the next call that waits
+//!   reports it, and every call after that. Memory taken from under a *running* op is the same fault.
+//! - **Streams** run in order, each on a thread of its own, or (stepped) on the thread that waits or asks, as late
+//!   as possible.
+//! - **Capture, update and the current device** follow the driver's rules; where those are vague, the strict
+//!   reading. Driver calls from a host function are refused.
+//!
+//! What an update can not carry over shows here: a kernel that runs with another hidden attribute than its function
+//! has is a fault.
+//!
+//! ```
+//! use evergraph_pool::driver::{Driver, Memory, Streams, host::{HostConfig, HostDevice}};
+//! let device = HostDevice::new(HostConfig::default().memory(64 << 20))?;
+//! device.bind()?;
+//! let stream = device.stream_create(0)?;
+//! let memory = device.malloc(4)?;
+//! device.memset_d8(memory, 7, 4, stream)?;
+//! let mut back = [0u8; 4];
+//! // SAFETY: `back` outlives the copy, which the wait ends.
+//! unsafe { device.memcpy_dtoh(back.as_mut_ptr(), memory, 4, stream)? };
+//! device.stream_synchronize(stream)?;
+//! assert_eq!(back, [7; 4]);
+//! # Ok::<(), evergraph_pool::driver::DriverError>(())
+//! ```
+//!
+//! Linux only (memfd).
 
+mod arena;
+mod capture;
 mod config;
+mod graph;
 mod kernel;
+mod machine;
+mod memory;
+mod module;
+mod pages;
+mod slots;
+mod space;
+mod stream;
+mod thread;
+mod work;
 
 use std::sync::Arc;
 
 pub use config::{HostConfig, Poison};
 pub use kernel::{HostKernel, KernelContext, SpanCheck};
 
-use super::*;
+use super::{DeviceInfo, DeviceOrdinal, Driver, DriverError, DriverErrorKind, DriverResult, Fault};
+use machine::Machine;
 
 /// A device on the CPU.
 #[derive(Debug)]
-#[non_exhaustive]
 pub struct HostDevice {
+    machine: Arc<Machine>,
     info: DeviceInfo,
 }
 
@@ -22,53 +66,123 @@ pub struct HostDevice {
 #[non_exhaustive]
 pub struct HostMachine {}
 
+/// Devices are bits of a mask.
+const MAX_DEVICES: usize = 64;
+
 impl HostMachine {
-    /// A machine of `devices` alike devices, numbered from 0.
+    /// A machine of `devices` alike devices (1 to 64), numbered from 0.
+    ///
+    /// # Errors
+    /// `InvalidValue` for another number, or for a granularity that is not a power of two of at least 4096.
     #[allow(clippy::new_ret_no_self)]
     pub fn new(devices: usize, config: HostConfig) -> DriverResult<Vec<Arc<HostDevice>>> {
-        (0..devices).map(|_| HostDevice::new(config.clone())).collect()
+        let refuse = |why| {
+            let kind = DriverErrorKind::InvalidValue(why);
+            Err(DriverError::new("open", DeviceOrdinal(0), kind))
+        };
+        if !(1..=MAX_DEVICES).contains(&devices) {
+            return refuse("a machine has 1 to 64 devices");
+        }
+        if !config.granularity_bytes.is_power_of_two() || config.granularity_bytes < pages::PAGE_BYTES {
+            return refuse("the granularity is a power of two of at least 4096");
+        }
+        let machine = Machine::new(devices, config);
+        let threads = std::thread::available_parallelism().map_or(1, usize::from);
+        let device = |ordinal| {
+            let config = &machine.config;
+            let name = format!("host {ordinal}");
+            let mut info = DeviceInfo::new(DeviceOrdinal(ordinal), "host", name, config.memory_bytes, config.vmm);
+            info.multiprocessors = threads as u32;
+            Arc::new(HostDevice { machine: machine.clone(), info })
+        };
+        Ok((0..devices as u32).map(device).collect())
     }
 }
 
 impl HostDevice {
     /// A machine of one device.
+    ///
+    /// # Errors
+    /// As [`HostMachine::new`].
     pub fn new(config: HostConfig) -> DriverResult<Arc<Self>> {
-        let info = DeviceInfo::new(DeviceOrdinal(0), "host", "host", config.memory_bytes, config.vmm);
-        Ok(Arc::new(Self { info }))
+        let mut devices = HostMachine::new(1, config)?;
+        Ok(devices.remove(0))
     }
 
-    /// Runs the next piece of work of a stream of a stepped device; whether there was one that could run.
-    pub fn step(&self, stream: StreamHandle) -> DriverResult<bool> {
-        let _ = stream;
-        Err(self.todo("step"))
-    }
-
-    /// Hidden launch attributes that an exec's kernel nodes really run with, in execution order.
-    pub fn exec_hidden_attributes(&self, exec: ExecHandle) -> DriverResult<Vec<u32>> {
-        let _ = exec;
-        Err(self.todo("exec_hidden_attributes"))
-    }
-
-    /// Makes a function's layout readable or not, as with drivers that can not tell.
-    pub fn set_layout_readable(&self, function: FunctionHandle, readable: bool) -> DriverResult<()> {
-        let _ = (function, readable);
-        Err(self.todo("set_layout_readable"))
-    }
-
-    /// Makes a function's arguments in graph nodes readable or not.
-    pub fn set_args_readable(&self, function: FunctionHandle, readable: bool) -> DriverResult<()> {
-        let _ = (function, readable);
-        Err(self.todo("set_args_readable"))
+    /// How it was set up.
+    #[must_use]
+    pub fn config(&self) -> &HostConfig {
+        &self.machine.config
     }
 
     /// What is live on this device; for leak checks.
     #[must_use]
     pub fn live(&self) -> Live {
-        Live::default()
+        let mut live = Live::default();
+        let state = self.machine.state.lock();
+        let device = self.ordinal();
+        live.streams = state.streams.iter().filter(|(_, key)| state.queues[**key].device == device).count();
+        live.events = state.events.iter().filter(|(_, event)| event.device == device).count();
+        live.graphs = state.graphs.iter().filter(|(_, graph)| !graph.is_child && graph.device() == device).count();
+        live.execs = state.execs.iter().filter(|(_, exec)| exec.device == device).count();
+        live.modules = state.modules.iter().filter(|(_, module)| module.device == device).count();
+        live.captures = state.captures.len();
+        self.machine.space.read().count(device, &mut live);
+        live
     }
 
-    fn todo(&self, call: &'static str) -> DriverError {
-        DriverError::new(call, self.info.ordinal, DriverErrorKind::NotSupported("not written yet"))
+    fn ordinal(&self) -> u32 {
+        self.info.ordinal.0
+    }
+
+    fn err(&self, call: &'static str, kind: DriverErrorKind) -> DriverError {
+        DriverError::new(call, self.info.ordinal, kind)
+    }
+
+    /// Entry of every call: not from a host function, this device current, its context alive.
+    fn enter(&self, call: &'static str) -> DriverResult<()> {
+        if thread::in_callback() {
+            return Err(self.err(call, DriverErrorKind::NotSupported("driver calls from a host function or kernel")));
+        }
+        if self.machine.current_device() != Some(self.ordinal()) {
+            return Err(self.err(call, DriverErrorKind::InvalidContext));
+        }
+        self.alive(call)
+    }
+
+    fn alive(&self, call: &'static str) -> DriverResult<()> {
+        if !self.machine.is_faulted(self.ordinal()) {
+            return Ok(());
+        }
+        match self.machine.fault(self.ordinal()) {
+            Some(fault) => Err(self.err(call, DriverErrorKind::Fault(fault))),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Driver for HostDevice {
+    fn bind(&self) -> DriverResult<()> {
+        thread::set_current(&self.machine.token, self.ordinal());
+        Ok(())
+    }
+
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn fault(&self) -> Option<Fault> {
+        self.machine.fault(self.ordinal())
+    }
+
+    fn as_host(&self) -> Option<&HostDevice> {
+        Some(self)
+    }
+}
+
+impl Drop for HostDevice {
+    fn drop(&mut self) {
+        self.machine.close_one();
     }
 }
 
@@ -98,218 +212,6 @@ pub struct Live {
     pub execs: usize,
     /// Modules.
     pub modules: usize,
-}
-
-impl Driver for HostDevice {
-    fn bind(&self) -> DriverResult<()> {
-        Ok(())
-    }
-    fn info(&self) -> &DeviceInfo {
-        &self.info
-    }
-    fn fault(&self) -> Option<Fault> {
-        None
-    }
-    fn as_host(&self) -> Option<&HostDevice> {
-        Some(self)
-    }
-}
-impl Memory for HostDevice {
-    fn granularity_bytes(&self) -> DriverResult<usize> {
-        Err(self.todo("granularity_bytes"))
-    }
-    fn address_reserve(&self, _bytes: usize, _align: usize, _hint: Option<DevicePtr>) -> DriverResult<DevicePtr> {
-        Err(self.todo("address_reserve"))
-    }
-    fn address_free(&self, _ptr: DevicePtr, _bytes: usize) -> DriverResult<()> {
-        Err(self.todo("address_free"))
-    }
-    fn create(&self, _bytes: usize) -> DriverResult<PhysHandle> {
-        Err(self.todo("create"))
-    }
-    fn map(&self, _ptr: DevicePtr, _bytes: usize, _offset_bytes: usize, _handle: PhysHandle) -> DriverResult<()> {
-        Err(self.todo("map"))
-    }
-    fn set_access(&self, _ptr: DevicePtr, _bytes: usize, _devices: &[DeviceOrdinal]) -> DriverResult<()> {
-        Err(self.todo("set_access"))
-    }
-    fn unmap(&self, _ptr: DevicePtr, _bytes: usize) -> DriverResult<()> {
-        Err(self.todo("unmap"))
-    }
-    fn release(&self, _handle: PhysHandle) -> DriverResult<()> {
-        Err(self.todo("release"))
-    }
-    fn malloc(&self, _bytes: usize) -> DriverResult<DevicePtr> {
-        Err(self.todo("malloc"))
-    }
-    fn free(&self, _ptr: DevicePtr) -> DriverResult<()> {
-        Err(self.todo("free"))
-    }
-    fn mem_info(&self) -> DriverResult<MemInfo> {
-        Err(self.todo("mem_info"))
-    }
-    fn host_alloc(&self, _bytes: usize) -> DriverResult<HostPtr> {
-        Err(self.todo("host_alloc"))
-    }
-    unsafe fn host_free(&self, _ptr: HostPtr) -> DriverResult<()> {
-        Err(self.todo("host_free"))
-    }
-    unsafe fn host_register(&self, _ptr: *const u8, _bytes: usize) -> DriverResult<DevicePtr> {
-        Err(self.todo("host_register"))
-    }
-    fn host_unregister(&self, _ptr: *const u8) -> DriverResult<()> {
-        Err(self.todo("host_unregister"))
-    }
-    fn can_access_peer(&self, _peer: DeviceOrdinal) -> DriverResult<bool> {
-        Err(self.todo("can_access_peer"))
-    }
-    fn enable_peer_access(&self, _peer: DeviceOrdinal) -> DriverResult<()> {
-        Err(self.todo("enable_peer_access"))
-    }
-}
-impl Streams for HostDevice {
-    fn stream_create(&self, _priority: i32) -> DriverResult<StreamHandle> {
-        Err(self.todo("stream_create"))
-    }
-    fn stream_destroy(&self, _stream: StreamHandle) -> DriverResult<()> {
-        Err(self.todo("stream_destroy"))
-    }
-    fn stream_id(&self, _stream: StreamHandle) -> DriverResult<u64> {
-        Err(self.todo("stream_id"))
-    }
-    fn stream_synchronize(&self, _stream: StreamHandle) -> DriverResult<()> {
-        Err(self.todo("stream_synchronize"))
-    }
-    fn stream_query(&self, _stream: StreamHandle) -> DriverResult<bool> {
-        Err(self.todo("stream_query"))
-    }
-    fn stream_wait_event(&self, _stream: StreamHandle, _event: EventHandle) -> DriverResult<()> {
-        Err(self.todo("stream_wait_event"))
-    }
-    fn synchronize(&self) -> DriverResult<()> {
-        Err(self.todo("synchronize"))
-    }
-    fn event_create(&self, _timing: bool) -> DriverResult<EventHandle> {
-        Err(self.todo("event_create"))
-    }
-    fn event_destroy(&self, _event: EventHandle) -> DriverResult<()> {
-        Err(self.todo("event_destroy"))
-    }
-    fn event_record(&self, _event: EventHandle, _stream: StreamHandle) -> DriverResult<()> {
-        Err(self.todo("event_record"))
-    }
-    fn event_query(&self, _event: EventHandle) -> DriverResult<bool> {
-        Err(self.todo("event_query"))
-    }
-    fn event_synchronize(&self, _event: EventHandle) -> DriverResult<()> {
-        Err(self.todo("event_synchronize"))
-    }
-    fn event_elapsed_ms(&self, _start: EventHandle, _end: EventHandle) -> DriverResult<f32> {
-        Err(self.todo("event_elapsed_ms"))
-    }
-    unsafe fn memcpy_htod(
-        &self,
-        _dst: DevicePtr,
-        _src: *const u8,
-        _bytes: usize,
-        _stream: StreamHandle,
-    ) -> DriverResult<()> {
-        Err(self.todo("memcpy_htod"))
-    }
-    unsafe fn memcpy_dtoh(
-        &self,
-        _dst: *mut u8,
-        _src: DevicePtr,
-        _bytes: usize,
-        _stream: StreamHandle,
-    ) -> DriverResult<()> {
-        Err(self.todo("memcpy_dtoh"))
-    }
-    fn memcpy_dtod(&self, _dst: DevicePtr, _src: DevicePtr, _bytes: usize, _stream: StreamHandle) -> DriverResult<()> {
-        Err(self.todo("memcpy_dtod"))
-    }
-    fn memcpy_peer(
-        &self,
-        _dst: DevicePtr,
-        _dst_device: DeviceOrdinal,
-        _src: DevicePtr,
-        _src_device: DeviceOrdinal,
-        _bytes: usize,
-        _stream: StreamHandle,
-    ) -> DriverResult<()> {
-        Err(self.todo("memcpy_peer"))
-    }
-    fn memset_d8(&self, _dst: DevicePtr, _value: u8, _bytes: usize, _stream: StreamHandle) -> DriverResult<()> {
-        Err(self.todo("memset_d8"))
-    }
-    fn memset_d32(&self, _dst: DevicePtr, _value: u32, _words: usize, _stream: StreamHandle) -> DriverResult<()> {
-        Err(self.todo("memset_d32"))
-    }
-    fn launch_host_fn(&self, _stream: StreamHandle, _callback: HostCallback) -> DriverResult<()> {
-        Err(self.todo("launch_host_fn"))
-    }
-}
-impl Graphs for HostDevice {
-    fn begin_capture(&self, _stream: StreamHandle, _mode: CaptureMode) -> DriverResult<()> {
-        Err(self.todo("begin_capture"))
-    }
-    fn end_capture(&self, _stream: StreamHandle) -> DriverResult<GraphHandle> {
-        Err(self.todo("end_capture"))
-    }
-    fn capture_status(&self, _stream: StreamHandle) -> DriverResult<CaptureStatus> {
-        Err(self.todo("capture_status"))
-    }
-    fn exchange_capture_mode(&self, _mode: CaptureMode) -> DriverResult<CaptureMode> {
-        Err(self.todo("exchange_capture_mode"))
-    }
-    fn graph_nodes(&self, _graph: GraphHandle) -> DriverResult<Vec<NodeHandle>> {
-        Err(self.todo("graph_nodes"))
-    }
-    fn graph_edges(&self, _graph: GraphHandle) -> DriverResult<Vec<(NodeHandle, NodeHandle)>> {
-        Err(self.todo("graph_edges"))
-    }
-    fn node(&self, _node: NodeHandle) -> DriverResult<Node> {
-        Err(self.todo("node"))
-    }
-    fn graph_destroy(&self, _graph: GraphHandle) -> DriverResult<()> {
-        Err(self.todo("graph_destroy"))
-    }
-    fn instantiate(&self, _graph: GraphHandle) -> DriverResult<ExecHandle> {
-        Err(self.todo("instantiate"))
-    }
-    fn exec_update(&self, _exec: ExecHandle, _graph: GraphHandle) -> DriverResult<UpdateResult> {
-        Err(self.todo("exec_update"))
-    }
-    fn upload(&self, _exec: ExecHandle, _stream: StreamHandle) -> DriverResult<()> {
-        Err(self.todo("upload"))
-    }
-    fn launch(&self, _exec: ExecHandle, _stream: StreamHandle) -> DriverResult<()> {
-        Err(self.todo("launch"))
-    }
-    fn exec_destroy(&self, _exec: ExecHandle) -> DriverResult<()> {
-        Err(self.todo("exec_destroy"))
-    }
-}
-impl Modules for HostDevice {
-    fn module_load(&self, _image: ModuleImage<'_>) -> DriverResult<ModuleHandle> {
-        Err(self.todo("module_load"))
-    }
-    fn module_unload(&self, _module: ModuleHandle) -> DriverResult<()> {
-        Err(self.todo("module_unload"))
-    }
-    fn function(&self, _module: ModuleHandle, _name: &str) -> DriverResult<FunctionHandle> {
-        Err(self.todo("function"))
-    }
-    fn param_layout(&self, _function: FunctionHandle) -> DriverResult<Option<Arc<ParamLayout>>> {
-        Err(self.todo("param_layout"))
-    }
-    unsafe fn launch_kernel(
-        &self,
-        _function: FunctionHandle,
-        _config: &LaunchConfig,
-        _args: &[u8],
-        _stream: StreamHandle,
-    ) -> DriverResult<()> {
-        Err(self.todo("launch_kernel"))
-    }
+    /// Captures begun and not ended, of the whole machine.
+    pub captures: usize,
 }
