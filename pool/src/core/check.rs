@@ -53,7 +53,7 @@ impl Heap {
                         used_bytes += block.bytes;
                         requested_bytes += block.requested_bytes;
                         hold!(block.requested_bytes <= block.bytes, "block {key} is smaller than what was asked for");
-                        hold!(block.requested_bytes > 0 && block.uses.is_empty(), "used block {key} has free's fields");
+                        hold!(block.uses.is_empty(), "used block {key} has free's fields");
                         hold!(
                             block.holes != self.missing_chunks(BlockKey(key)).is_empty(),
                             "block {key}'s holes are miscounted"

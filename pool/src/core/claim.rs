@@ -34,10 +34,10 @@ struct Candidate {
 impl Heap {
     /// Claims whole free chunks, just enough for `want_bytes` (all there is, if less): idle ones first, then
     /// those with the fewest streams; high addresses first. A chunk counts even where its bytes are free
-    /// blocks of several streams.
-    pub(crate) fn claim_chunks(&mut self, want_bytes: u64) -> Vec<Claim> {
+    /// blocks of several streams; it does not where `usable` says no to one of them.
+    pub(crate) fn claim_chunks(&mut self, want_bytes: u64, usable: &dyn Fn(StreamKey) -> bool) -> Vec<Claim> {
         self.settle_completed();
-        let mut candidates = self.whole_chunks();
+        let mut candidates = self.whole_chunks(usable);
         candidates.sort_by_key(|c| (c.streams, Reverse(c.base)));
         let mut claims = Vec::new();
         let mut claimed_bytes = 0;
@@ -70,7 +70,7 @@ impl Heap {
         Claim { block: BlockKey(key), segment, chunks, base, bytes, uses }
     }
 
-    fn whole_chunks(&self) -> Vec<Candidate> {
+    fn whole_chunks(&self, usable: &dyn Fn(StreamKey) -> bool) -> Vec<Candidate> {
         let mut found: Vec<Candidate> = Vec::new();
         for (segment, entry) in &self.segments {
             if entry.chunks.is_none() {
@@ -82,7 +82,7 @@ impl Heap {
             let mut open = Uses::none();
             while key != NONE {
                 let block = &self.blocks[key as usize];
-                if block.state != BlockState::Free {
+                if block.state != BlockState::Free || !block.uses.iter().all(usable) {
                     run_start = None;
                     open = Uses::none();
                     key = block.next;
@@ -114,16 +114,24 @@ impl Heap {
     }
 
     /// Size and key of every slab that is free from end to end.
-    pub(super) fn whole_slabs(&self) -> Vec<(u64, u32)> {
+    pub(super) fn whole_slabs(&self, usable: &dyn Fn(StreamKey) -> bool) -> Vec<(u64, u32)> {
         let free = self.segments.iter().filter(|(_, s)| s.chunks.is_none() && s.busy_blocks == 0);
-        free.map(|(key, s)| (s.bytes, key as u32)).collect()
+        free.filter(|&(_, s)| {
+            let mut key = s.first;
+            while key != NONE && self.blocks[key as usize].uses.iter().all(usable) {
+                key = self.blocks[key as usize].next;
+            }
+            key == NONE
+        })
+        .map(|(key, s)| (s.bytes, key as u32))
+        .collect()
     }
 
     /// Claims wholly free slabs until they hold `want_bytes` (all there are, if less): the smallest one that
-    /// is enough alone, else the largest first.
-    pub(crate) fn claim_slabs(&mut self, want_bytes: u64) -> Vec<Claim> {
+    /// is enough alone, else the largest first. None with a use that `usable` says no to.
+    pub(crate) fn claim_slabs(&mut self, want_bytes: u64, usable: &dyn Fn(StreamKey) -> bool) -> Vec<Claim> {
         self.settle_completed();
-        let mut slabs = self.whole_slabs();
+        let mut slabs = self.whole_slabs(usable);
         slabs.sort_unstable();
         let mut claims = Vec::new();
         let mut wanted_bytes = want_bytes;

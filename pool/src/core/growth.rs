@@ -62,9 +62,10 @@ impl Heap {
     /// Wholly free slabs that a new slab of `bytes` makes superfluous, so that steadily growing requests do
     /// not pile up slabs too small for the next one: after this, wholly free slabs hold no more than `bytes`.
     /// Claimed: to give back (or to [`release_claim`](Self::release_claim)).
-    pub(crate) fn claim_outgrown(&mut self, bytes: u64) -> Vec<Claim> {
-        let free: u64 = self.whole_slabs().iter().map(|&(b, _)| b).sum();
-        if free > bytes { self.claim_slabs(free - bytes) } else { Vec::new() }
+    pub(crate) fn claim_outgrown(&mut self, bytes: u64, usable: &dyn Fn(StreamKey) -> bool) -> Vec<Claim> {
+        self.settle_completed();
+        let free: u64 = self.whole_slabs(usable).iter().map(|&(b, _)| b).sum();
+        if free > bytes { self.claim_slabs(free - bytes, usable) } else { Vec::new() }
     }
 
     /// Pages came under these chunks (idle: no uses). Unbacked space becomes free; inside a used block its

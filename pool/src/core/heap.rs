@@ -55,6 +55,8 @@ pub(crate) struct Heap {
     /// The only stream seen so far.
     only: Option<u32>,
     pub(super) multi_stream: bool,
+    /// Stream keys that stand for a capture window or an arena: see `private`.
+    pub(super) private: Uses,
     /// For each stream: the host saw everything before this complete.
     completed: Vec<Stamp>,
     unsettled: bool,
@@ -84,6 +86,7 @@ impl Heap {
             ring_len: 0,
             only: None,
             multi_stream: false,
+            private: Uses::none(),
             completed: Vec::new(),
             unsettled: false,
             used_bytes: 0,
@@ -371,9 +374,10 @@ impl Heap {
         if a.uses == b.uses {
             return true;
         }
-        // While there is one stream, nobody else wants what is idle.
+        // While there is one stream, nobody else wants what is idle. A window must not swallow it, though.
         let absorb = if self.multi_stream { self.config.absorb_bytes } else { u64::MAX };
-        (a.uses.is_empty() && a.bytes <= absorb) || (b.uses.is_empty() && b.bytes <= absorb)
+        (a.uses.is_empty() && a.bytes <= absorb && !b.uses.intersects(&self.private))
+            || (b.uses.is_empty() && b.bytes <= absorb && !a.uses.intersects(&self.private))
     }
 
     /// Merges a free, unindexed block with what is around it and indexes the result.
@@ -399,12 +403,13 @@ impl Heap {
     }
 
     #[inline]
-    fn note_streams(&mut self, key: u32) {
+    pub(super) fn note_streams(&mut self, key: u32) {
         if self.multi_stream {
             return;
         }
         match self.blocks[key as usize].uses.home() {
             Home::Idle => {}
+            _ if self.blocks[key as usize].uses.intersects(&self.private) => {}
             Home::Stream(s) if self.only.is_none_or(|only| only == s) => self.only = Some(s),
             Home::Stream(_) | Home::Mixed => self.multi_stream = true,
         }
@@ -494,6 +499,11 @@ impl Heap {
                 self.index(key);
             }
         }
+        self.merge_all();
+    }
+
+    /// Merges whatever may be merged, after uses have changed.
+    pub(super) fn merge_all(&mut self) {
         let firsts: Vec<u32> = self.segments.iter().map(|(_, s)| s.first).collect();
         for mut key in firsts {
             while key != NONE {

@@ -20,6 +20,7 @@ mod check;
 mod claim;
 mod growth;
 mod heap;
+mod private;
 mod request;
 mod runs;
 mod uses;

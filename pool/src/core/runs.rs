@@ -47,7 +47,7 @@ impl Heap {
     #[cold]
     pub(super) fn alloc_run(&mut self, request: &Request, stream: StreamKey) -> Option<BlockKey> {
         // With a single stream everything that could be joined is joined.
-        if !self.multi_stream {
+        if !self.multi_stream && self.private.is_empty() {
             return None;
         }
         let window = self.best_window(request, &Reach { stream, foreign: &|_| false, unbacked: false })?;

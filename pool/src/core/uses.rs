@@ -110,6 +110,17 @@ impl Uses {
         }
     }
 
+    /// Whether a stream is in both.
+    #[must_use]
+    #[inline]
+    pub(super) fn intersects(&self, other: &Self) -> bool {
+        self.bits & other.bits != 0
+            || match (&self.more, &other.more) {
+                (Some(a), Some(b)) => a.iter().zip(b.iter()).any(|(a, b)| a & b != 0),
+                _ => false,
+            }
+    }
+
     /// Whether nobody uses it.
     #[must_use]
     #[inline]
