@@ -1,16 +1,80 @@
 //! Bodies for the host device.
+//!
+//! A body sees the whole grid of a launch, checks the spans that it will touch once, and spreads rows or tiles over
+//! a pool of threads. Which thread does what never changes a result. Bodies are compiled for several instruction
+//! sets ([`simd::Level`]); the widest of the machine is used.
 
+#![allow(unsafe_code)]
+
+mod attention;
+mod dot;
+mod elementwise;
+mod gemm;
+mod math;
+mod moe;
+mod norm;
+mod parallel;
+mod product;
+mod rope;
+mod rows;
+mod sample;
 pub mod simd;
+mod span;
+#[cfg(test)]
+mod tests;
 
-use evergraph_pool::driver::host::HostKernel;
+use std::cell::RefCell;
+
+use evergraph_pool::driver::Fault;
+use evergraph_pool::driver::host::{HostKernel, KernelContext};
 
 use crate::KernelError;
 
-/// The module that [`Kernels::load`](crate::Kernels::load) loads on the host device.
-pub(crate) static KERNELS: &[HostKernel] = &[];
+/// A pointer parameter.
+const P: (u32, u32) = (8, 8);
+/// A stride in bytes.
+const S: (u32, u32) = (8, 8);
+/// A dimension, count, type or flag.
+const D: (u32, u32) = (4, 4);
+/// A float.
+const F: (u32, u32) = (4, 4);
 
-/// Sets the number of worker threads that kernels use; 0 means one per core. Once per process: later calls with
-/// the same effective number are fine.
+type Body = fn(&KernelContext<'_>) -> Result<(), Fault>;
+
+const fn kernel(name: &'static str, params: &'static [(u32, u32)], body: Body) -> HostKernel {
+    HostKernel { name, params, hidden_attribute: 0, body }
+}
+
+/// The module that [`Kernels::load`](crate::Kernels::load) loads on the host device. Parameters are in the order in
+/// which the ops pack them.
+pub(crate) static KERNELS: &[HostKernel] = &[
+    kernel("add", &[P, S, P, S, P, S, D, D], elementwise::add),
+    kernel("advance", &[P, D, D], sample::advance),
+    kernel("argmax", &[P, S, P, D, D], sample::argmax),
+    kernel(
+        "attention",
+        &[P, S, S, P, S, S, P, S, S, D, P, P, P, S, S, D, D, D, D, D, D, D, D, F, F],
+        attention::attention,
+    ),
+    kernel("copy", &[P, D, S, S, P, D, S, S, D, D, D], rows::copy),
+    kernel("expert_matmul", &[P, D, D, D, D, P, D, D, P, S, S, P, S, S], product::expert_matmul),
+    kernel("expert_sum", &[P, S, S, P, P, P, D, P, S, P, S, D, D, D], moe::expert_sum),
+    kernel("fill", &[P, D, D, D], rows::fill),
+    kernel("get_rows", &[P, D, D, D, S, P, P, D, S, F], rows::get_rows),
+    kernel("glu", &[P, S, S, P, S, S, P, S, S, D, D, D, D, F], elementwise::glu),
+    kernel("kv_store", &[P, S, S, P, P, D, D, S, S, D, D, D, D], rows::kv_store),
+    kernel("matmul", &[P, D, D, D, P, D, S, P, S], product::matmul),
+    kernel("mul", &[P, S, P, S, P, S, D, D], elementwise::mul),
+    kernel("rms_norm", &[P, P, P, P, D, D, D, S, S, S, S, S, S, F, F], norm::rms_norm),
+    kernel("rope", &[P, S, S, P, P, S, S, D, D, D, D, D, F, F, P, F, D, F, F], rope::rope),
+    kernel("router", &[P, S, P, P, P, D, D, D, D, D, D, D, F], moe::router),
+    kernel("sample", &[P, D, P, P, D, P], sample::sample),
+    kernel("scale", &[P, S, P, S, D, D, F], elementwise::scale),
+    kernel("softcap", &[P, S, P, S, D, D, F], elementwise::softcap),
+];
+
+/// Sets the number of worker threads that kernels use; 0 means one per core. Returns the number in use. Once per
+/// process: later calls with the same number are fine.
 ///
 /// # Errors
 /// [`KernelError::Threads`] if the pool already runs with another number.
@@ -23,5 +87,29 @@ pub fn threads(n: usize) -> Result<usize, KernelError> {
             "{n} threads asked for, {} are running: {e}",
             rayon::current_num_threads()
         ))),
+    }
+}
+
+thread_local! {
+    static SCRATCH: RefCell<Vec<Vec<f32>>> = const { RefCell::new(Vec::new()) };
+}
+
+/// A zeroed buffer of this thread; [`give_back`] keeps it for the next use.
+fn scratch(len: usize) -> Vec<f32> {
+    let mut buffer = SCRATCH.with_borrow_mut(Vec::pop).unwrap_or_default();
+    buffer.clear();
+    buffer.resize(len, 0.0);
+    buffer
+}
+
+/// Keeps a buffer, unless it is large.
+fn give_back(buffer: Vec<f32>) {
+    const KEEP: usize = 256 * 1024;
+    if buffer.capacity() <= KEEP {
+        SCRATCH.with_borrow_mut(|kept| {
+            if kept.len() < 8 {
+                kept.push(buffer);
+            }
+        });
     }
 }

@@ -64,11 +64,12 @@ macro_rules! per_level {
                 fn avx512($($arg: $ty),*) $(-> $ret)? {
                     $body::<true>($($arg),*)
                 }
-                // SAFETY: a `Level` above plain exists only where `Level::widest` found its features, or in a
-                // test that took it from `Level::available`.
+                // A `Level` above plain comes from `Level::current` or `Level::available` only.
                 #[allow(unsafe_code)]
                 match level {
+                    // SAFETY: the features were found at run time.
                     $crate::cpu::simd::Level::Avx512 => return unsafe { avx512($($arg),*) },
+                    // SAFETY: the features were found at run time.
                     $crate::cpu::simd::Level::Avx2 => return unsafe { avx2($($arg),*) },
                     $crate::cpu::simd::Level::Plain => {}
                 }

@@ -72,7 +72,7 @@ fn halves_agree_with_the_half_crate_on_every_pattern() {
 
 #[test]
 fn bad_lengths_are_typed_errors() {
-    let mut out = vec![0.0; 32];
+    let mut out = [0.0; 32];
     for (bytes, len) in [(17, 32), (19, 32), (18, 31), (36, 32), (0, 32)] {
         let result = dequantize(QuantType::Q4_0, &vec![0; bytes], &mut out[..len]);
         assert!(matches!(result, Err(KernelError::BlockSize { .. })), "{bytes} {len}");

@@ -1,0 +1,149 @@
+//! Router and the sum over experts.
+
+use evergraph_pool::driver::Fault;
+use evergraph_pool::driver::host::KernelContext;
+
+use super::parallel;
+use super::simd::{Level, fma, per_level};
+use super::span::{Reader, Rows, load};
+
+/// `router`.
+pub(super) fn router(ctx: &KernelContext<'_>) -> Result<(), Fault> {
+    let mut a = Reader::new(ctx);
+    let (logits, stride, bias, ids, weights) = (a.ptr()?, a.stride()?, a.optional()?, a.ptr()?, a.ptr()?);
+    let (tokens, experts, used) = (a.dim()?, a.dim()?, a.dim()?);
+    let (scoring, groups, groups_used) = (a.dim()?, a.dim()?, a.dim()?);
+    let (norm, scale) = (a.dim()? == 1, a.float()?);
+    let logits = Rows::<f32>::read(ctx, logits, tokens, experts, stride)?;
+    let bias = bias.map(|b| load::<f32>(ctx, b, experts)).transpose()?;
+    let ids = Rows::<i32>::write(ctx, ids, tokens, used, used * 4)?;
+    let weights = Rows::<f32>::write(ctx, weights, tokens, used, used * 4)?;
+    parallel::each(tokens, experts * (20 + used), |t| {
+        // SAFETY: each token's rows belong to one task; the op checked that outputs and input are apart.
+        let (logits, ids, weights) = unsafe { (logits.row(t, 0), ids.row_mut(t, 0), weights.row_mut(t, 0)) };
+        let scores = scores(logits, scoring);
+        let mut ranks: Vec<f32> = match &bias {
+            Some(bias) => scores.iter().zip(bias).map(|(s, b)| s + b).collect(),
+            None => scores.clone(),
+        };
+        if groups > 1 {
+            keep_groups(&mut ranks, groups, groups_used);
+        }
+        let mut sum = 0.0;
+        for (id, weight) in ids.iter_mut().zip(weights.iter_mut()) {
+            let best = first_greatest(&ranks);
+            // Chosen: below everything that can still be chosen, NaN among it.
+            ranks[best] = f32::NEG_INFINITY;
+            *id = best as i32;
+            *weight = scores[best];
+            sum += *weight;
+        }
+        let factor = if norm { scale / f32::max(sum, f32::MIN_POSITIVE) } else { scale };
+        weights.iter_mut().for_each(|w| *w *= factor);
+    });
+    Ok(())
+}
+
+fn scores(logits: &[f32], scoring: usize) -> Vec<f32> {
+    match scoring {
+        0 => {
+            let max = logits.iter().fold(f32::NEG_INFINITY, |m, &x| m.max(x));
+            let mut scores: Vec<f32> = logits.iter().map(|x| (x - max).exp()).collect();
+            let sum: f32 = scores.iter().sum();
+            scores.iter_mut().for_each(|s| *s /= sum);
+            scores
+        }
+        1 => logits.iter().map(|x| 1.0 / (1.0 + (-x).exp())).collect(),
+        // softplus(x) = max(x, 0) + ln(1 + exp(-|x|)) overflows nowhere.
+        _ => logits.iter().map(|x| (x.max(0.0) + (-x.abs()).exp().ln_1p()).sqrt()).collect(),
+    }
+}
+
+/// Index of the greatest element, the first of equal ones; NaN and minus infinity lose, the first index wins then.
+fn first_greatest(x: &[f32]) -> usize {
+    let mut best = None;
+    for (i, &v) in x.iter().enumerate() {
+        if v > best.map_or(f32::NEG_INFINITY, |b: usize| x[b]) {
+            best = Some(i);
+        }
+    }
+    best.unwrap_or(0)
+}
+
+/// Leaves the experts of the best groups; a group counts the sum of its two greatest.
+fn keep_groups(ranks: &mut [f32], groups: usize, groups_used: usize) {
+    let size = ranks.len() / groups;
+    let mut sums: Vec<f32> = ranks
+        .chunks_exact(size)
+        .map(|group| {
+            let (mut first, mut second) = (f32::NEG_INFINITY, f32::NEG_INFINITY);
+            for &r in group {
+                if r > first {
+                    (first, second) = (r, first);
+                } else if r > second {
+                    second = r;
+                }
+            }
+            first + second
+        })
+        .collect();
+    let mut keep = vec![false; groups];
+    for _ in 0..groups_used {
+        let best = first_greatest(&sums);
+        sums[best] = f32::NEG_INFINITY;
+        keep[best] = true;
+    }
+    for (group, keep) in ranks.chunks_exact_mut(size).zip(keep) {
+        if !keep {
+            group.fill(f32::NEG_INFINITY);
+        }
+    }
+}
+
+/// `expert_sum`.
+pub(super) fn expert_sum(ctx: &KernelContext<'_>) -> Result<(), Fault> {
+    let mut a = Reader::new(ctx);
+    let (y, y_strides, weights) = (a.ptr()?, [a.stride()?, a.stride()?], a.ptr()?);
+    let (scale, ids, experts) = (a.optional()?, a.optional()?, a.dim()?);
+    let (residual, residual_stride) = (a.optional()?, a.stride()?);
+    let (out, out_stride) = (a.ptr()?, a.stride()?);
+    let (tokens, used, cols) = (a.dim()?, a.dim()?, a.dim()?);
+    let y = Rows::<f32>::read3(ctx, y, [tokens, used], cols, y_strides)?;
+    let mut weights = load::<f32>(ctx, weights, tokens * used)?;
+    if let (Some(scale), Some(ids)) = (scale, ids) {
+        let at = scale;
+        let scale = load::<f32>(ctx, scale, experts)?;
+        for (weight, id) in weights.iter_mut().zip(load::<i32>(ctx, ids, tokens * used)?) {
+            let scale = usize::try_from(id).ok().and_then(|id| scale.get(id));
+            *weight *= scale.ok_or_else(|| ctx.fault(at, 4, false, "expert id out of range"))?;
+        }
+    }
+    let residual = residual.map(|r| Rows::<f32>::read(ctx, r, tokens, cols, residual_stride)).transpose()?;
+    let out = Rows::<f32>::write(ctx, out, tokens, cols, out_stride)?;
+    let level = Level::current();
+    parallel::each(tokens, cols * used, |t| {
+        let mut sum = super::scratch(cols);
+        // SAFETY: each token's rows belong to one task. Inputs are read before the output is borrowed, as the
+        // residual may be the output.
+        unsafe {
+            for k in 0..used {
+                add_scaled(level, weights[t * used + k], y.row(t, k), &mut sum);
+            }
+            if let Some(residual) = &residual {
+                add_scaled(level, 1.0, residual.row(t, 0), &mut sum);
+            }
+            out.row_mut(t, 0).copy_from_slice(&sum);
+        }
+        super::give_back(sum);
+    });
+    Ok(())
+}
+
+per_level! {
+    fn add_scaled(factor: f32, x: &[f32], out: &mut [f32]) = add_scaled_body
+}
+
+#[inline(always)]
+fn add_scaled_body<const FMA: bool>(factor: f32, x: &[f32], out: &mut [f32]) {
+    out.iter_mut().zip(x).for_each(|(out, &x)| *out = fma::<FMA>(factor, x, *out));
+}
