@@ -22,6 +22,7 @@ pub mod simd;
 mod span;
 #[cfg(test)]
 mod tests;
+mod unfused;
 
 use std::cell::RefCell;
 
@@ -56,6 +57,8 @@ pub(crate) static KERNELS: &[HostKernel] = &[
         &[P, S, S, P, S, S, P, S, S, D, P, P, P, S, S, D, D, D, D, D, D, D, D, F, F],
         attention::attention,
     ),
+    kernel("attention_scores", &[P, S, S, P, S, S, D, P, P, S, S, D, D, D, D, D, D, F], unfused::scores),
+    kernel("attention_values", &[P, S, S, P, S, S, D, P, S, S, D, D, D, D, D], unfused::values),
     kernel("copy", &[P, D, S, S, P, D, S, S, D, D, D], rows::copy),
     kernel("expert_matmul", &[P, D, D, D, D, P, D, D, P, S, S, P, S, S], product::expert_matmul),
     kernel("expert_sum", &[P, S, S, P, P, P, D, P, S, P, S, D, D, D], moe::expert_sum),
@@ -70,6 +73,7 @@ pub(crate) static KERNELS: &[HostKernel] = &[
     kernel("router", &[P, S, P, P, P, D, D, D, D, D, D, D, F], moe::router),
     kernel("sample", &[P, D, P, P, D, P], sample::sample),
     kernel("scale", &[P, S, P, S, D, D, F], elementwise::scale),
+    kernel("soft_max", &[P, S, S, P, S, S, D, D, D], unfused::soft_max),
     kernel("softcap", &[P, S, P, S, D, D, F], elementwise::softcap),
 ];
 

@@ -11,6 +11,8 @@ mod view;
 mod advance;
 mod argmax;
 mod attention;
+mod attention_scores;
+mod attention_values;
 mod copy;
 mod elementwise;
 mod expert_matmul;
@@ -24,6 +26,7 @@ mod rms_norm;
 mod rope;
 mod router;
 mod sample;
+mod soft_max;
 
 #[cfg(test)]
 mod tests;
@@ -35,6 +38,8 @@ use evergraph_pool::driver::{Args, LaunchConfig, StreamHandle};
 pub use advance::Advance;
 pub use argmax::ArgMax;
 pub use attention::Attention;
+pub use attention_scores::AttentionScores;
+pub use attention_values::AttentionValues;
 pub use copy::Copy;
 pub use elementwise::{Add, Mul, Scale, Softcap};
 pub use expert_matmul::ExpertMatMul;
@@ -49,6 +54,7 @@ pub use rms_norm::RmsNorm;
 pub use rope::{Rope, RopeKind, Yarn};
 pub use router::{Router, Scoring};
 pub use sample::{Sample, SampleState};
+pub use soft_max::SoftMax;
 pub use view::{MAX_RANK, Root, TensorView};
 
 use crate::{KernelError, Kernels};

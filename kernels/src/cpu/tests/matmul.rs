@@ -23,7 +23,9 @@ const TYPES: &[QuantType] = &[
 
 fn reference(w: &[f32], x: &[f32], cols: usize) -> Vec<f64> {
     x.chunks(cols)
-        .flat_map(|x| w.chunks(cols).map(move |w| w.iter().zip(x).map(|(&w, &x)| f64::from(w) * f64::from(x)).sum::<f64>()))
+        .flat_map(|x| {
+            w.chunks(cols).map(move |w| w.iter().zip(x).map(|(&w, &x)| f64::from(w) * f64::from(x)).sum::<f64>())
+        })
         .collect()
 }
 

@@ -6,6 +6,7 @@ mod experts;
 mod matmul;
 mod rows;
 mod sample;
+mod unfused;
 
 use std::sync::Arc;
 
