@@ -16,6 +16,8 @@
 
 #![allow(unsafe_code)]
 
+#[cfg(feature = "conformance")]
+pub mod conformance;
 mod error;
 pub mod faulty;
 pub mod host;

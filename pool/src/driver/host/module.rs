@@ -56,10 +56,10 @@ impl HostDevice {
     }
 
     fn check_shape(&self, call: &'static str, config: &LaunchConfig) -> DriverResult<()> {
-        let threads: u64 = config.block.iter().map(|&n| u64::from(n)).product();
+        let threads = config.block.iter().fold(1u64, |all, &n| all.saturating_mul(n.into()));
         let wrong = if config.grid.contains(&0) || threads == 0 {
             "empty grid or block"
-        } else if config.block.iter().any(|&n| u64::from(n) > MAX_BLOCK_THREADS) || threads > MAX_BLOCK_THREADS {
+        } else if threads > MAX_BLOCK_THREADS {
             "more than 1024 threads a block"
         } else if config.grid[0] > i32::MAX as u32 || config.grid[1] > MAX_GRID_YZ || config.grid[2] > MAX_GRID_YZ {
             "grid too large"

@@ -1,0 +1,128 @@
+//! Stories of several devices.
+
+use super::rig::{GRANULE, Rig, kind};
+use super::stories;
+use crate::driver::host::HostConfig;
+use crate::driver::{Args, DeviceOrdinal, DevicePtr, DriverErrorKind, StreamHandle};
+
+const HERE: DeviceOrdinal = DeviceOrdinal(0);
+const THERE: DeviceOrdinal = DeviceOrdinal(1);
+
+/// Words of plain memory on device 1, and a stream of it.
+fn there(rig: &Rig, value: u32) -> (DevicePtr, StreamHandle) {
+    rig.peer.bind().unwrap();
+    let (ptr, stream) = (rig.peer.malloc(64).unwrap(), rig.peer.stream_create(0).unwrap());
+    rig.peer.memset_d32(ptr, value, 16, stream).unwrap();
+    rig.peer.stream_synchronize(stream).unwrap();
+    rig.driver.bind().unwrap();
+    (ptr, stream)
+}
+
+stories! { in peers as conformance_peers;
+
+    /// A kernel may not touch plain memory of another device before peer access is on.
+    fn plain_memory_of_a_peer_needs_peer_access(rig) {
+        let (ptr, _) = there(rig, 3);
+        let stream = rig.stream();
+        rig.launch("peek", Args::new().ptr(ptr).u32(4), stream);
+        rig.expect_fault(stream, "peek", "malloc of 64 bytes of device 1, no access for device 0");
+    }
+
+    /// Peer access is one way, switched on once, and not for oneself.
+    fn peer_access_is_one_way(rig) {
+        let (ptr, stream) = there(rig, 3);
+        let here = rig.words(16, 0);
+        assert!(rig.driver.can_access_peer(THERE).unwrap());
+        assert!(!rig.driver.can_access_peer(HERE).unwrap());
+        assert!(matches!(kind(rig.driver.can_access_peer(DeviceOrdinal(9))), DriverErrorKind::InvalidValue(_)));
+        rig.driver.enable_peer_access(THERE).unwrap();
+        assert!(matches!(kind(rig.driver.enable_peer_access(THERE)), DriverErrorKind::Other { code: 704, .. }));
+        assert!(rig.driver.enable_peer_access(HERE).is_err());
+        let own = rig.stream();
+        rig.add(here, ptr, 16, 1, own);
+        rig.wait(own);
+        assert_eq!(rig.read(here, 16), [4; 16]);
+        rig.peer.bind().unwrap();
+        rig.peer.memcpy_dtod(ptr, here, 64, stream).unwrap();
+        assert!(matches!(kind(rig.peer.stream_synchronize(stream)), DriverErrorKind::Fault(_)));
+        rig.driver.bind().unwrap();
+        assert_eq!(rig.driver.fault(), None);
+    }
+
+    /// Ranges are granted device by device, by set-access.
+    fn a_range_is_granted_by_set_access(rig) {
+        let ptr = rig.mapped(GRANULE);
+        rig.set(ptr, 16, 5);
+        let (dst, stream) = there(rig, 0);
+        rig.driver.set_access(ptr, GRANULE, &[THERE]).unwrap();
+        rig.peer.bind().unwrap();
+        rig.peer.memcpy_dtod(dst, ptr, 64, stream).unwrap();
+        rig.peer.stream_synchronize(stream).unwrap();
+        rig.driver.bind().unwrap();
+        rig.driver.enable_peer_access(THERE).unwrap();
+        assert_eq!(rig.read(dst, 16), [5; 16]);
+        // Peer access is for plain memory: it does not open ranges.
+        let other = rig.mapped(GRANULE);
+        rig.peer.bind().unwrap();
+        rig.peer.enable_peer_access(HERE).unwrap();
+        rig.peer.memcpy_dtod(dst, other, 64, stream).unwrap();
+        assert!(matches!(kind(rig.peer.stream_synchronize(stream)), DriverErrorKind::Fault(_)));
+        rig.driver.bind().unwrap();
+        assert!(rig.driver.set_access(ptr, GRANULE, &[]).is_err());
+        assert!(rig.driver.set_access(ptr, GRANULE, &[DeviceOrdinal(9)]).is_err());
+    }
+
+    /// A peer copy needs no peer access: it names both devices.
+    fn a_peer_copy_needs_no_peer_access(rig) {
+        let (far, _) = there(rig, 0);
+        let near = rig.words(16, 0);
+        let stream = rig.stream();
+        for value in [1, 2, 3] {
+            rig.fill(near, 16, value, stream);
+            rig.driver.memcpy_peer(far, THERE, near, HERE, 64, stream).unwrap();
+            rig.fill(near, 16, 0, stream);
+            rig.driver.memcpy_peer(near, HERE, far, THERE, 32, stream).unwrap();
+            rig.wait(stream);
+            assert_eq!(rig.read(near, 9), [[value; 8].as_slice(), &[0]].concat());
+        }
+    }
+
+    /// And is blamed where it names the wrong one.
+    fn a_peer_copy_that_names_the_wrong_device_is_a_fault(rig) {
+        let (far, _) = there(rig, 0);
+        let near = rig.words(16, 0);
+        let stream = rig.stream();
+        rig.driver.enable_peer_access(THERE).unwrap();
+        assert!(matches!(
+            kind(rig.driver.memcpy_peer(far, DeviceOrdinal(7), near, HERE, 64, stream)),
+            DriverErrorKind::InvalidValue(_)
+        ));
+        rig.driver.memcpy_peer(near, HERE, far, HERE, 64, stream).unwrap();
+        rig.expect_fault(stream, "memcpy", "memory of device 1, named as device 0");
+    }
+
+    /// Machines without a link: no peer access at all, peer copies still work.
+    fn a_machine_may_have_no_links(rig) {
+        let apart = rig.like(HostConfig::default().memory(64 << 20).granularity(GRANULE).peers(false));
+        assert!(!apart.driver.can_access_peer(THERE).unwrap());
+        assert_eq!(kind(apart.driver.enable_peer_access(THERE)), DriverErrorKind::PeerAccess);
+        let ptr = apart.mapped(GRANULE);
+        assert_eq!(kind(apart.driver.set_access(ptr, GRANULE, &[THERE])), DriverErrorKind::PeerAccess);
+        let (far, _) = there(&apart, 6);
+        let near = apart.words(16, 0);
+        let stream = apart.stream();
+        apart.driver.memcpy_peer(near, HERE, far, THERE, 64, stream).unwrap();
+        apart.wait(stream);
+        assert_eq!(apart.read(near, 16), [6; 16]);
+    }
+
+    /// Memory is counted on the device that made it.
+    fn each_device_has_its_own_memory(rig) {
+        let before = rig.driver.mem_info().unwrap();
+        let _far = there(rig, 0);
+        assert_eq!(rig.driver.mem_info().unwrap(), before);
+        rig.peer.bind().unwrap();
+        let info = rig.peer.mem_info().unwrap();
+        assert_eq!(info.total_bytes - info.free_bytes, 512);
+    }
+}

@@ -1,0 +1,238 @@
+//! What the stories run on.
+#![allow(unsafe_code)]
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use super::kernels::KERNELS;
+use crate::driver::host::{HostConfig, HostDevice, HostMachine, Live};
+use crate::driver::{
+    Args, CaptureMode, DevicePtr, DriverError, DriverErrorKind, DynDriver, EventHandle, ExecHandle, Faulty,
+    FunctionHandle, GraphHandle, HostPtr, LaunchConfig, ModuleHandle, ModuleImage, StreamHandle,
+};
+
+/// The bodies under test.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Body {
+    /// Host device, a thread a stream.
+    Threads,
+    /// Host device, stepped.
+    Stepped,
+    /// Host device with threads behind [`Faulty`].
+    Faulty,
+}
+
+/// One or two devices of a body, bound, with the kernels loaded.
+#[derive(Debug)]
+pub struct Rig {
+    /// Which body.
+    pub body: Body,
+    /// Device 0.
+    pub driver: DynDriver,
+    /// Device 1 of the same machine.
+    pub peer: DynDriver,
+    /// The kernels, on device 0.
+    pub module: ModuleHandle,
+    flag: HostPtr,
+}
+
+/// Unit of the rigs' VMM calls, bytes.
+pub const GRANULE: usize = 64 << 10;
+
+impl Rig {
+    /// A rig with 256 MiB a device.
+    #[must_use]
+    pub fn new(body: Body) -> Self {
+        Self::with(body, HostConfig::default().memory(256 << 20).granularity(GRANULE))
+    }
+
+    /// A rig of another configuration.
+    #[must_use]
+    pub fn with(body: Body, config: HostConfig) -> Self {
+        let devices = HostMachine::new(2, config.stepped(body == Body::Stepped)).unwrap();
+        let wrap = |device: &Arc<HostDevice>| -> DynDriver {
+            if body == Body::Faulty { Faulty::new(device.clone()) } else { device.clone() }
+        };
+        let (driver, peer) = (wrap(&devices[0]), wrap(&devices[1]));
+        driver.bind().unwrap();
+        let module = driver.module_load(ModuleImage::Host(KERNELS)).unwrap();
+        let flag = driver.host_alloc(4).unwrap();
+        let rig = Self { body, driver, peer, module, flag };
+        rig.flag().store(0, Ordering::Release);
+        rig
+    }
+
+    /// The same rig on another configuration.
+    #[must_use]
+    pub fn like(&self, config: HostConfig) -> Self {
+        Self::with(self.body, config)
+    }
+
+    /// The host device underneath.
+    #[must_use]
+    pub fn host(&self) -> &HostDevice {
+        self.driver.as_host().unwrap()
+    }
+
+    /// What is live on device 0.
+    #[must_use]
+    pub fn live(&self) -> Live {
+        self.host().live()
+    }
+
+    /// The gate's word.
+    #[must_use]
+    pub fn flag(&self) -> &AtomicU32 {
+        // SAFETY: pinned, aligned, and freed only with the rig's device.
+        unsafe { AtomicU32::from_ptr(self.flag.as_ptr().cast()) }
+    }
+
+    /// The gate's word as the device sees it.
+    #[must_use]
+    pub fn flag_ptr(&self) -> DevicePtr {
+        DevicePtr(self.flag.0)
+    }
+
+    /// Lets nothing queued on the stream after this run before [`open`](Self::open). A stepped stream runs nothing
+    /// before it is waited for anyway.
+    pub fn hold(&self, stream: StreamHandle) {
+        self.flag().store(0, Ordering::Release);
+        if self.body != Body::Stepped {
+            self.launch("gate", Args::new().ptr(self.flag_ptr()), stream);
+        }
+    }
+
+    /// Opens the gate.
+    pub fn open(&self) {
+        self.flag().store(1, Ordering::Release);
+    }
+
+    /// A stream of device 0.
+    #[must_use]
+    pub fn stream(&self) -> StreamHandle {
+        self.driver.stream_create(0).unwrap()
+    }
+
+    /// An event of device 0.
+    #[must_use]
+    pub fn event(&self) -> EventHandle {
+        self.driver.event_create(false).unwrap()
+    }
+
+    /// A kernel by name.
+    #[must_use]
+    pub fn function(&self, name: &str) -> FunctionHandle {
+        self.driver.function(self.module, name).unwrap()
+    }
+
+    /// Launches a kernel; must be taken.
+    pub fn launch(&self, name: &str, args: &Args, stream: StreamHandle) {
+        self.try_launch(name, args, stream).unwrap();
+    }
+
+    /// Launches a kernel.
+    pub fn try_launch(&self, name: &str, args: &Args, stream: StreamHandle) -> Result<(), DriverError> {
+        let function = self.driver.function(self.module, name)?;
+        // SAFETY: the host device checks arguments and spans.
+        unsafe { self.driver.launch_kernel(function, &LaunchConfig::linear(1, 1), args.as_bytes(), stream) }
+    }
+
+    /// `fill(dst, n, value)`.
+    pub fn fill(&self, dst: DevicePtr, n: u32, value: u32, stream: StreamHandle) {
+        self.launch("fill", Args::new().ptr(dst).u32(n).u32(value), stream);
+    }
+
+    /// `dst[i] = src[i] + value`.
+    pub fn add(&self, dst: DevicePtr, src: DevicePtr, n: u32, value: u32, stream: StreamHandle) {
+        self.launch("add", Args::new().ptr(dst).ptr(src).u32(n).u32(value), stream);
+    }
+
+    /// Words of plain memory, all `value`.
+    #[must_use]
+    pub fn words(&self, n: u32, value: u32) -> DevicePtr {
+        let ptr = self.driver.malloc(n as usize * 4).unwrap();
+        self.set(ptr, n, value);
+        ptr
+    }
+
+    /// Sets words and waits for it.
+    pub fn set(&self, ptr: DevicePtr, n: u32, value: u32) {
+        let stream = self.stream();
+        self.driver.memset_d32(ptr, value, n as usize, stream).unwrap();
+        self.driver.stream_synchronize(stream).unwrap();
+        self.driver.stream_destroy(stream).unwrap();
+    }
+
+    /// Reads words, on a stream of its own.
+    #[must_use]
+    pub fn read(&self, ptr: DevicePtr, n: u32) -> Vec<u32> {
+        let stream = self.stream();
+        let mut out = vec![0u32; n as usize];
+        // SAFETY: `out` outlives the copy, which the wait ends.
+        unsafe { self.driver.memcpy_dtoh(out.as_mut_ptr().cast(), ptr, out.len() * 4, stream).unwrap() };
+        self.driver.stream_synchronize(stream).unwrap();
+        self.driver.stream_destroy(stream).unwrap();
+        out
+    }
+
+    /// Captures what `record` puts on the stream.
+    #[must_use]
+    pub fn capture(&self, stream: StreamHandle, record: impl FnOnce()) -> GraphHandle {
+        self.driver.begin_capture(stream, CaptureMode::ThreadLocal).unwrap();
+        record();
+        self.driver.end_capture(stream).unwrap()
+    }
+
+    /// Captures and instantiates.
+    #[must_use]
+    pub fn exec(&self, stream: StreamHandle, record: impl FnOnce()) -> ExecHandle {
+        let graph = self.capture(stream, record);
+        let exec = self.driver.instantiate(graph).unwrap();
+        self.driver.graph_destroy(graph).unwrap();
+        exec
+    }
+
+    /// Launches an exec and waits.
+    pub fn replay(&self, exec: ExecHandle, stream: StreamHandle) {
+        self.driver.launch(exec, stream).unwrap();
+        self.wait(stream);
+    }
+
+    /// Waits for a stream.
+    pub fn wait(&self, stream: StreamHandle) {
+        self.driver.stream_synchronize(stream).unwrap();
+    }
+
+    /// A reserved, mapped, accessible range of one chunk.
+    #[must_use]
+    pub fn mapped(&self, bytes: usize) -> DevicePtr {
+        let ptr = self.driver.address_reserve(bytes, 0, None).unwrap();
+        let chunk = self.driver.create(bytes).unwrap();
+        self.driver.map(ptr, bytes, 0, chunk).unwrap();
+        self.driver.set_access(ptr, bytes, &[self.driver.info().ordinal]).unwrap();
+        self.driver.release(chunk).unwrap();
+        ptr
+    }
+
+    /// The stream's wait must report a fault of that op whose owner contains those words.
+    pub fn expect_fault(&self, stream: StreamHandle, op: &str, owner: &str) {
+        let error = self.driver.stream_synchronize(stream).unwrap_err();
+        let DriverErrorKind::Fault(fault) = &error.kind else { panic!("expected a fault, found {error}") };
+        assert_eq!(fault.op, op, "{fault}");
+        assert!(fault.owner.contains(owner), "expected {owner:?} in {fault}");
+        assert_eq!(self.driver.fault().as_ref(), Some(fault));
+    }
+}
+
+impl Drop for Rig {
+    fn drop(&mut self) {
+        // A story that failed must not leave a worker at the gate.
+        self.open();
+    }
+}
+
+/// The kind of an error that must be one.
+#[must_use]
+pub fn kind<T: std::fmt::Debug>(result: Result<T, DriverError>) -> DriverErrorKind {
+    result.unwrap_err().kind
+}
