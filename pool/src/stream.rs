@@ -112,6 +112,15 @@ impl Stream {
         Ok(self.0.driver.stream_synchronize(self.0.handle)?)
     }
 
+    /// Waits on the host for everything queued so far. While the stream captures, that is everything queued
+    /// before the capture: what is being captured does not run.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn settle(&self) -> Result<(), PoolError> {
+        Ok(self.mark()?.synchronize()?)
+    }
+
     /// Whether everything queued is complete; asks the driver.
     ///
     /// # Errors

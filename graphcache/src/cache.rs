@@ -1,0 +1,300 @@
+//! The cache: look-up, the launch of undisturbed graphs, the bounds.
+
+use std::fmt;
+use std::sync::Arc;
+
+use evergraph_pool::mutant;
+use parking_lot::Mutex;
+
+use crate::cost::Costs;
+use crate::counters::Tally;
+use crate::entry::{Entry, State};
+use crate::graph::Graph;
+use crate::key::FullKey;
+use crate::lru::Lru;
+use crate::outcome::{Cause, Outcome, Ran};
+use crate::repair::Run;
+use crate::scan::Layouts;
+use crate::seal::sealed;
+use crate::{CacheConfig, CacheError, Counters, GraphKey, Request, Scope};
+
+/// A bounded cache of captured graphs. Clones are the same cache; any thread may use it.
+///
+/// # Reuse and capture
+/// A graph belongs to one key and one stream. It is launched only while every token that it depends on is
+/// good; otherwise it is repaired, at the lowest predicted price. The memory that it holds is part of the
+/// cache's bounds and goes when the graph is evicted, [removed](Self::remove), or dropped with the cache.
+#[derive(Clone)]
+pub struct GraphCache(Arc<Inner>);
+
+pub(crate) struct Inner {
+    pub(crate) config: CacheConfig,
+    pub(crate) tally: Arc<Tally>,
+    pub(crate) costs: Costs,
+    pub(crate) layouts: Layouts,
+    /// Never held while a pool, a driver or a destructor runs.
+    entries: Mutex<Lru>,
+}
+
+impl fmt::Debug for Inner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("GraphCache").field("counters", &self.tally.snapshot()).finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for GraphCache {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// What the cache has for a request.
+#[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub struct GraphInfo {
+    /// Nodes, children's included.
+    pub nodes: usize,
+    /// What it keeps to itself, bytes.
+    pub bytes: usize,
+    /// Dependencies on all pools.
+    pub dependencies: usize,
+    /// Launches since it was captured.
+    pub launches: u64,
+    /// Why it can not be read to its end, if so: then everything known of it is pinned.
+    pub opaque: Option<String>,
+    /// Whether its memory was pinned because it had to be captured again too often.
+    pub pinned: bool,
+}
+
+impl GraphCache {
+    /// An empty cache.
+    #[must_use]
+    pub fn new(config: CacheConfig) -> Self {
+        let costs = Costs::new(config.costs.clone());
+        Self(Arc::new(Inner {
+            config,
+            tally: Arc::default(),
+            costs,
+            layouts: Layouts::default(),
+            entries: Mutex::new(Lru::new()),
+        }))
+    }
+
+    /// Runs the work of `body` once: by a launch of its graph where that is good, by repairing or capturing it
+    /// where it is not, or by the closure itself.
+    ///
+    /// `body` queues the work on the scope's stream, and declares what the work depends on. It is called for
+    /// warm-ups, captures and eager runs, several times if need be, and not at all for a replay. While it runs no
+    /// lock of the cache is held.
+    ///
+    /// # Errors
+    /// What `body` returned; errors of the cache, the pools and the driver. Stream, pools and cache stay usable;
+    /// a panic of `body` leaves them usable too.
+    pub fn run<E: From<CacheError>>(
+        &self,
+        request: &Request<'_>,
+        mut body: impl FnMut(&Scope<'_>) -> Result<(), E>,
+    ) -> Result<Outcome, E> {
+        let inner = &self.0;
+        if sealed() {
+            return Err(CacheError::Nested.into());
+        }
+        if !inner.config.graphs {
+            return inner.eager(request, &mut body, Cause::GraphsOff);
+        }
+        let key = request.full_key();
+        loop {
+            let Some(entry) = inner.entry(&key) else {
+                return inner.eager(request, &mut body, Cause::Full);
+            };
+            let mut slot = match entry.lock() {
+                Ok(Some(slot)) => slot,
+                Ok(None) => continue,
+                Err(error) => return Err(inner.refused(error)),
+            };
+            if let Some(State { graph: Some(graph), tempo, .. }) = &mut slot.state
+                && graph.bound.as_slice() == request.bound
+                && !entry.is_invalid()
+                && let Some(launched) = graph.launch()
+            {
+                tempo.launched();
+                drop(slot);
+                return match launched {
+                    Ok(()) => {
+                        inner.tally.replays.one();
+                        Ok(Outcome::plain(Ran::Replayed))
+                    }
+                    Err(error) => Err(inner.refused(error)),
+                };
+            }
+            let work = entry.check_out(slot);
+            return Run { inner, request, body: &mut body, work }.slow();
+        }
+    }
+
+    /// What happened so far.
+    #[must_use]
+    pub fn counters(&self) -> Counters {
+        self.0.tally.snapshot()
+    }
+
+    /// Number of entries, those still warming up included.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.0.entries.lock().len()
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// What the graphs keep to themselves, bytes.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.0.entries.lock().bytes()
+    }
+
+    /// What there is for a request. `None`: no graph, or it is being worked on.
+    #[must_use]
+    pub fn info(&self, request: &Request<'_>) -> Option<GraphInfo> {
+        let entry = Arc::clone(self.0.entries.lock().get(&request.full_key())?);
+        let slot = entry.slot.lock();
+        let state = slot.state.as_ref()?;
+        let graph = state.graph.as_ref()?;
+        Some(GraphInfo {
+            nodes: graph.exec.shape.nodes.len(),
+            bytes: graph.bytes,
+            dependencies: graph.parts.iter().map(|p| p.registration.dependencies().len()).sum(),
+            launches: graph.launches,
+            opaque: graph.opaque.clone(),
+            pinned: state.pinned,
+        })
+    }
+
+    /// Makes the next run of every graph of `key` capture it anew: the buffers behind it were exchanged, or
+    /// filled again after their bytes were lost. The exec stays and is updated where that is proven.
+    pub fn invalidate(&self, key: &GraphKey) {
+        for entry in self.0.entries.lock().oldest().filter(|e| e.key.key == *key) {
+            entry.invalidate();
+        }
+    }
+
+    /// Drops every graph of `key` that nobody is working with.
+    pub fn remove(&self, key: &GraphKey) {
+        self.0.drop_where(|entry| entry.key.key == *key);
+    }
+
+    /// Drops every graph that nobody is working with.
+    pub fn clear(&self) {
+        self.0.drop_where(|_| true);
+    }
+}
+
+impl Inner {
+    /// Finds or makes the entry. `None`: there is no room and nobody to evict.
+    fn entry(&self, key: &FullKey) -> Option<Arc<Entry>> {
+        loop {
+            let victim = {
+                let mut entries = self.entries.lock();
+                if let Some(entry) = entries.touch(key) {
+                    return Some(Arc::clone(entry));
+                }
+                if entries.len() < self.config.max_entries || mutant::is("cache.unbounded") {
+                    let entry = Entry::new(key.clone());
+                    entries.insert(Arc::clone(&entry));
+                    return Some(entry);
+                }
+                // The old goes before the new comes.
+                Self::oldest_idle(&mut entries, None)
+            };
+            self.bury(victim?);
+        }
+    }
+
+    /// Evicts the oldest graph that nobody is working with; `false`: there is none.
+    pub(crate) fn evict_one(&self, except: &FullKey) -> bool {
+        let victim = Self::oldest_idle(&mut self.entries.lock(), Some(except));
+        victim.is_some_and(|victim| {
+            self.bury(victim);
+            true
+        })
+    }
+
+    /// Evicts until `bytes` more fit; `false`: they do not.
+    pub(crate) fn make_room(&self, key: &FullKey, bytes: usize) -> bool {
+        let fits = || {
+            let mut entries = self.entries.lock();
+            entries.set_bytes(key, 0);
+            let fits = entries.bytes().saturating_add(bytes) <= self.config.max_bytes;
+            if fits {
+                entries.set_bytes(key, bytes);
+            }
+            fits
+        };
+        while !fits() {
+            if !self.evict_one(key) {
+                return mutant::is("cache.unbounded");
+            }
+        }
+        true
+    }
+
+    pub(crate) fn set_bytes(&self, key: &FullKey, bytes: usize) {
+        self.entries.lock().set_bytes(key, bytes);
+    }
+
+    /// Takes the oldest entry out whose state is at home. Owning its launcher means that nobody is between check
+    /// and launch, so the eviction needs no handshake of its own.
+    fn oldest_idle(entries: &mut Lru, except: Option<&FullKey>) -> Option<State> {
+        let mut candidates: Vec<_> =
+            entries.oldest().filter(|e| except != Some(&e.key)).take(64).map(Arc::clone).collect();
+        if mutant::is("cache.evicts-newest") {
+            candidates.reverse();
+        }
+        let (state, entry) = candidates.into_iter().find_map(|entry| Some((entry.try_evict()?, entry)))?;
+        entries.remove(&entry.key);
+        Some(state)
+    }
+
+    /// Drops an evicted state, without any lock.
+    fn bury(&self, state: State) {
+        if state.graph.is_some() {
+            self.tally.evictions.one();
+        }
+        drop(state);
+    }
+
+    /// A pool is reusing the memory of this graph: what the driver keeps for it goes too.
+    pub(crate) fn drop_evicted(&self, key: &FullKey) {
+        let entry = self.entries.lock().get(key).map(Arc::clone);
+        let graph: Option<Graph> = entry.and_then(|entry| entry.take_evicted());
+        if graph.is_some() {
+            self.tally.pool_evictions.one();
+            self.set_bytes(key, 0);
+        }
+        drop(graph);
+    }
+
+    fn drop_where(&self, doomed: impl Fn(&Entry) -> bool) {
+        let mut states = Vec::new();
+        {
+            let mut entries = self.entries.lock();
+            let doomed: Vec<_> = entries.oldest().filter(|e| doomed(e)).map(Arc::clone).collect();
+            for entry in doomed {
+                if let Some(state) = entry.try_evict() {
+                    entries.remove(&entry.key);
+                    states.push(state);
+                }
+            }
+        }
+        drop(states);
+    }
+
+    /// Counts a run that ended in an error which is not the closure's.
+    pub(crate) fn refused<E: From<CacheError>>(&self, error: impl Into<CacheError>) -> E {
+        self.tally.refusals.one();
+        E::from(error.into())
+    }
+}

@@ -1,0 +1,263 @@
+//! One capture: the sealed window, the driver's recording, the dependency record.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use evergraph_pool::driver::{CaptureMode, DevicePtr, DriverResult, DynDriver};
+use evergraph_pool::{
+    Dependent, HandedOut, Hold, PoolError, Registration, Resolved, ScratchPolicy, Stream, Use, Window, mutant,
+};
+use smallvec::SmallVec;
+
+use crate::graph::OwnedGraph;
+use crate::scan::{Found, Layouts, Scan, Shape, scan};
+use crate::scope::{Keep, Miss, Notes};
+use crate::seal::{Seal, take_not_loaded};
+use crate::{CacheConfig, CacheError, Request, Scope};
+
+/// A recorded graph with its dependency record, registered with its pools; not instantiated yet.
+#[derive(Debug)]
+pub(crate) struct Captured {
+    pub(crate) graph: OwnedGraph,
+    pub(crate) shape: Shape,
+    pub(crate) registrations: SmallVec<[Registration; 2]>,
+    pub(crate) keeps: SmallVec<[Keep; 4]>,
+    pub(crate) zeroed: Vec<(DevicePtr, usize)>,
+    pub(crate) opaque: Option<String>,
+    /// Undeclared pointers that were pinned.
+    pub(crate) undeclared: usize,
+    pub(crate) capture_took: Duration,
+    pub(crate) scan_took: Duration,
+}
+
+/// Why there is no capture. The stream records no more, and everything handed out went back.
+#[derive(Debug)]
+pub(crate) enum Failure<E> {
+    /// Memory was not ready inside the window.
+    Miss(Miss),
+    /// Code was not loaded before the window.
+    NotLoaded(String),
+    /// The driver called the capture off, for somebody's illegal call.
+    Lost,
+    /// Anything else.
+    Error(E),
+}
+
+impl<E: From<CacheError>> Failure<E> {
+    fn of(error: impl Into<CacheError>) -> Self {
+        Self::Error(E::from(error.into()))
+    }
+}
+
+/// Ends and discards the driver's capture on every way out that did not end it.
+struct Recording<'a> {
+    driver: &'a DynDriver,
+    stream: &'a Stream,
+    open: bool,
+}
+
+impl<'a> Recording<'a> {
+    fn begin(stream: &'a Stream, mode: CaptureMode) -> DriverResult<Self> {
+        let driver = stream.driver();
+        driver.bind()?;
+        driver.begin_capture(stream.handle(), mode)?;
+        Ok(Self { driver, stream, open: true })
+    }
+
+    fn end(mut self) -> DriverResult<OwnedGraph> {
+        self.open = false;
+        let handle = self.driver.bind().and_then(|()| self.driver.end_capture(self.stream.handle()))?;
+        Ok(OwnedGraph::new(self.driver, handle))
+    }
+}
+
+impl Drop for Recording<'_> {
+    fn drop(&mut self) {
+        if self.open && !mutant::is("cache.capture-left-open") {
+            let ended = self.driver.bind().and_then(|()| self.driver.end_capture(self.stream.handle()));
+            if let Ok(handle) = ended {
+                drop(OwnedGraph::new(self.driver, handle));
+            }
+        }
+    }
+}
+
+/// Captures `body` once.
+pub(crate) fn capture<E: From<CacheError>>(
+    request: &Request<'_>,
+    dependent: &Arc<dyn Dependent>,
+    policy: &ScratchPolicy,
+    hold: Hold,
+    config: &CacheConfig,
+    layouts: &Layouts,
+    body: &mut dyn FnMut(&Scope<'_>) -> Result<(), E>,
+) -> Result<Captured, Failure<E>> {
+    let start = Instant::now();
+    // Windows open before the recording and close after it; on an early way out they cancel after it ended.
+    let mut windows: SmallVec<[Window; 2]> = SmallVec::new();
+    let first = request.pool.begin_window(Arc::clone(dependent), policy.clone());
+    windows.push(first.map_err(Failure::of)?);
+    for pool in request.others {
+        windows.push(pool.begin_declarations(Arc::clone(dependent)).map_err(Failure::of)?);
+    }
+    let notes = Notes::default();
+    let mode = if mutant::is("cache.global-mode") { CaptureMode::Global } else { config.mode };
+    let recording = Recording::begin(request.stream, mode).map_err(Failure::of)?;
+    let result = {
+        let _seal = Seal::new();
+        let _ = take_not_loaded();
+        body(&Scope::new(request, &windows, &notes, hold))
+    };
+    if let Err(error) = result {
+        let lost = recording.end().err();
+        return Err(match (notes.miss.get(), take_not_loaded(), lost) {
+            (Some(miss), ..) => Failure::Miss(miss),
+            (_, Some(name), _) => Failure::NotLoaded(name),
+            (.., Some(lost)) => {
+                tracing::warn!(%lost, "an illegal call broke a capture");
+                Failure::Lost
+            }
+            _ => Failure::Error(error),
+        });
+    }
+    let graph = recording.end().map_err(|lost| {
+        tracing::warn!(%lost, "an illegal call broke a capture");
+        Failure::Lost
+    })?;
+    let capture_took = start.elapsed();
+
+    let start = Instant::now();
+    let mut scan = scan(request.stream.driver(), graph.handle(), layouts).map_err(Failure::of)?;
+    if scan.shape.nodes.is_empty() && !mutant::is("cache.empty-accepted") {
+        return Err(Failure::of(CacheError::EmptyGraph { device: request.stream.device() }));
+    }
+    let undeclared = Audit { request, windows: &windows, notes: &notes, strict: config.strict }
+        .run(&mut scan)
+        .map_err(Failure::of)?;
+    let scan_took = start.elapsed();
+
+    let mut registrations = SmallVec::new();
+    for window in windows {
+        registrations.push(window.finish().map_err(Failure::of)?);
+    }
+    Ok(Captured {
+        graph,
+        shape: scan.shape,
+        registrations,
+        keeps: notes.take_keeps(),
+        zeroed: notes.zeroed.take(),
+        opaque: scan.opaque,
+        undeclared,
+        capture_took,
+        scan_took,
+    })
+}
+
+/// Compares what the scan found with what was declared and handed out.
+struct Audit<'a> {
+    request: &'a Request<'a>,
+    windows: &'a [Window],
+    notes: &'a Notes,
+    strict: bool,
+}
+
+/// Where a pointer leads.
+type Hits = SmallVec<[Resolved; 4]>;
+
+impl Audit<'_> {
+    /// Pins what nobody declared; returns how many pointers that took.
+    fn run(&self, scan: &mut Scan) -> Result<usize, CacheError> {
+        let handed_out: Vec<HandedOut> = self.windows.iter().flat_map(Window::handed_out).collect();
+        let mut pinned = 0;
+        for found in &scan.pointers {
+            pinned += usize::from(self.pointer(found, &handed_out, false)?);
+        }
+        for found in &scan.host {
+            let owned = !self.notes.keeps.borrow().is_empty();
+            if self.hits(found).is_empty() && !owned {
+                return Err(CacheError::UnownedHost { node: found.node_name(), address: DevicePtr(found.address) });
+            }
+            pinned += usize::from(self.pointer(found, &handed_out, owned)?);
+        }
+        if let Some(why) = scan.needs_owner.take()
+            && self.notes.keeps.borrow().is_empty()
+        {
+            scan.opaque.get_or_insert(why);
+        }
+        if scan.opaque.is_some() && !mutant::is("cache.opaque-unpinned") {
+            self.pin_all(&handed_out)?;
+        }
+        Ok(pinned)
+    }
+
+    fn hits(&self, found: &Found) -> Hits {
+        let ptr = DevicePtr(found.address);
+        self.request.pools().flat_map(|pool| pool.resolve_all(ptr)).collect()
+    }
+
+    /// Whether an undeclared pointer was pinned.
+    fn pointer(&self, found: &Found, handed_out: &[HandedOut], owned: bool) -> Result<bool, CacheError> {
+        let address = found.address;
+        let known = |hit: &Resolved| hit.token.is_some_and(|t| self.notes.declared(t.allocation));
+        let inside = |h: &HandedOut| h.ptr.0 <= address && address - h.ptr.0 < h.bytes as u64;
+        let ends = |h: &HandedOut| address.checked_sub(h.ptr.0) == Some(h.bytes as u64);
+        let hits = self.hits(found);
+        if owned || hits.is_empty() || handed_out.iter().any(inside) {
+            return Ok(false);
+        }
+        // One past the end of a block is where its neighbour starts: the pointer belongs to both.
+        let (within, past): (Hits, Hits) = hits.iter().copied().partition(|hit| hit.offset_bytes < hit.bytes);
+        if within.iter().any(known) {
+            return Ok(false);
+        }
+        let past_known =
+            !mutant::is("cache.one-past-end-ignored") && (past.iter().any(known) || handed_out.iter().any(ends));
+        let live = within.iter().any(|hit| hit.token.is_some());
+        if past_known && !live {
+            return Ok(false);
+        }
+        let culprit = within.first().or(past.first());
+        if let Some(hit) = culprit
+            && (self.strict && !past_known || !hits.iter().any(|hit| hit.token.is_some()))
+        {
+            return Err(CacheError::Undeclared {
+                node: found.node_name(),
+                address: DevicePtr(address),
+                base: hit.base,
+                bytes: hit.bytes,
+                owner: hit.token.map_or("nobody's".to_owned(), |t| format!("allocation {}", t.allocation)),
+            });
+        }
+        for hit in within.iter().chain(&past) {
+            if let Some(token) = hit.token
+                && let Some(window) = self.windows.iter().find(|w| w.pool_id() == token.allocation.pool())
+            {
+                tracing::warn!(node = found.node_name(), address = %DevicePtr(address), "undeclared pointer: pinned");
+                // Unknown use: reading, writing, or both.
+                window.declare(token, Use::State, 0, 0, Hold::Strong)?;
+            }
+        }
+        Ok(true)
+    }
+
+    /// An opaque graph may use more than anybody can see: what is known of it stays where it is.
+    fn pin_all(&self, handed_out: &[HandedOut]) -> Result<(), CacheError> {
+        let window_of = |pool| self.windows.iter().find(|w| w.pool_id() == pool);
+        for dependency in self.notes.declared.borrow().iter() {
+            if let Some(window) = window_of(dependency.token.allocation.pool()) {
+                let d = dependency;
+                window.declare(d.token, d.use_, d.offset_bytes, d.bytes, Hold::Strong)?;
+            }
+        }
+        for handed in handed_out {
+            if let Some(window) = window_of(handed.token.allocation.pool()) {
+                match window.declare(handed.token, Use::Scratch, 0, handed.bytes, Hold::Strong) {
+                    // A temporary that the window reused: the block is pinned through its last owner.
+                    Err(PoolError::StaleToken { .. }) => {}
+                    result => result?,
+                }
+            }
+        }
+        Ok(())
+    }
+}

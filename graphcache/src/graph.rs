@@ -1,0 +1,261 @@
+//! A captured graph: its exec, its registrations, its lease.
+
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Weak};
+
+use evergraph_pool::driver::{CaptureMode, DriverErrorKind, DriverResult, DynDriver, ExecHandle, GraphHandle};
+use evergraph_pool::handshake::{Epoch, Launcher, Lease, Proven};
+use evergraph_pool::{AllocationId, BadReason, Dependent, Registration, RetireReason, Retired, Stale, Stream, mutant};
+use smallvec::SmallVec;
+
+use crate::CaptureModeGuard;
+use crate::cache::Inner;
+use crate::counters::Tally;
+use crate::key::FullKey;
+use crate::scan::Shape;
+use crate::scope::Keep;
+
+/// What the pools know of a graph.
+#[derive(Debug)]
+pub(crate) struct Handle {
+    lease: Arc<Lease>,
+    stream: Stream,
+    cost_us: AtomicU32,
+    evicted: AtomicBool,
+    cache: Weak<Inner>,
+    key: FullKey,
+}
+
+impl Handle {
+    pub(crate) fn new(launcher: &Launcher, stream: &Stream, cost_us: f32, cache: Weak<Inner>, key: FullKey) -> Self {
+        Self {
+            lease: Arc::clone(launcher.lease()),
+            stream: stream.clone(),
+            cost_us: AtomicU32::new(cost_us as u32),
+            evicted: AtomicBool::new(false),
+            cache,
+            key,
+        }
+    }
+
+    pub(crate) fn set_cost(&self, us: f32) {
+        self.cost_us.store(us as u32, Ordering::Relaxed);
+    }
+
+    pub(crate) fn evicted(&self) -> bool {
+        self.evicted.load(Ordering::Relaxed)
+    }
+}
+
+impl Dependent for Handle {
+    fn lease(&self) -> &Arc<Lease> {
+        &self.lease
+    }
+
+    fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
+    fn rebuild_cost_us(&self) -> u32 {
+        self.cost_us.load(Ordering::Relaxed)
+    }
+
+    fn retired(&self, notice: &Retired) {
+        tracing::debug!(pool = %notice.pool, reason = ?notice.reason, tokens = notice.tokens.len(), "graph went stale");
+        // Staleness itself is found by the walk. An evicted graph also frees what the driver keeps for it.
+        if notice.reason == RetireReason::Evicted {
+            self.evicted.store(true, Ordering::Relaxed);
+            if let Some(cache) = self.cache.upgrade() {
+                cache.drop_evicted(&self.key);
+            }
+        }
+    }
+}
+
+/// A captured `CUgraph`, destroyed with this.
+#[derive(Debug)]
+pub(crate) struct OwnedGraph {
+    driver: DynDriver,
+    handle: GraphHandle,
+}
+
+impl OwnedGraph {
+    pub(crate) fn new(driver: &DynDriver, handle: GraphHandle) -> Self {
+        Self { driver: Arc::clone(driver), handle }
+    }
+
+    pub(crate) fn handle(&self) -> GraphHandle {
+        self.handle
+    }
+}
+
+impl Drop for OwnedGraph {
+    fn drop(&mut self) {
+        if mutant::is("cache.graph-leaked") {
+            return;
+        }
+        // Silent: drops have nobody to tell.
+        if self.driver.bind().is_ok() {
+            let _mode = CaptureModeGuard::new(&self.driver, CaptureMode::Relaxed);
+            let _ = self.driver.graph_destroy(self.handle);
+        }
+    }
+}
+
+/// An instantiated graph with all that must outlive it. Destroyed once the host has seen its last run complete.
+///
+/// Field order is drop order: the exec goes in `drop`, then its graph, then what both refer to.
+#[derive(Debug)]
+pub(crate) struct Exec {
+    driver: DynDriver,
+    pub(crate) handle: ExecHandle,
+    stream: Stream,
+    /// Launched since the host last saw the stream's work complete.
+    pub(crate) in_flight: bool,
+    tally: Arc<Tally>,
+    /// Kept as long as the exec: execs can not be read.
+    pub(crate) graph: OwnedGraph,
+    pub(crate) shape: Shape,
+    pub(crate) keeps: SmallVec<[Keep; 4]>,
+}
+
+impl Exec {
+    pub(crate) fn instantiate(
+        stream: &Stream,
+        graph: OwnedGraph,
+        shape: Shape,
+        keeps: SmallVec<[Keep; 4]>,
+        tally: &Arc<Tally>,
+    ) -> Result<Self, (evergraph_pool::driver::DriverError, Uninstantiated)> {
+        let driver = Arc::clone(stream.driver());
+        match driver.instantiate(graph.handle) {
+            Ok(handle) => {
+                tally.created.one();
+                let tally = Arc::clone(tally);
+                Ok(Self { driver, handle, stream: stream.clone(), in_flight: false, tally, graph, shape, keeps })
+            }
+            Err(error) => Err((error, Uninstantiated { graph, shape, keeps })),
+        }
+    }
+
+    /// Waits on the host until no run is in flight: a graph in flight is neither updated nor destroyed.
+    pub(crate) fn settle(&mut self) {
+        if self.in_flight && !mutant::is("cache.in-flight-ignored") {
+            let _mode = CaptureModeGuard::new(&self.driver, CaptureMode::Relaxed);
+            // An error means a dead context: nothing runs there any more.
+            let _ = self.stream.settle();
+        }
+        self.in_flight = false;
+    }
+}
+
+impl Drop for Exec {
+    fn drop(&mut self) {
+        if self.driver.bind().is_ok() {
+            self.settle();
+            let _mode = CaptureModeGuard::new(&self.driver, CaptureMode::Relaxed);
+            let _ = self.driver.exec_destroy(self.handle);
+        }
+        self.tally.destroyed.one();
+    }
+}
+
+/// What a failed instantiation gives back.
+#[derive(Debug)]
+pub(crate) struct Uninstantiated {
+    pub(crate) graph: OwnedGraph,
+    pub(crate) shape: Shape,
+    pub(crate) keeps: SmallVec<[Keep; 4]>,
+}
+
+/// One pool's part of a graph.
+#[derive(Debug)]
+pub(crate) struct Part {
+    pub(crate) registration: Registration,
+    pub(crate) epoch: Arc<Epoch>,
+    pub(crate) proven: Proven,
+}
+
+/// A graph that can be launched, as long as its parts can be proven.
+#[derive(Debug)]
+pub(crate) struct Graph {
+    pub(crate) launcher: Launcher,
+    pub(crate) exec: Exec,
+    /// Dropped after the exec: its last launch moves into the blocks' uses.
+    pub(crate) parts: SmallVec<[Part; 2]>,
+    pub(crate) handle: Arc<Handle>,
+    pub(crate) launches: u64,
+    pub(crate) opaque: Option<String>,
+    pub(crate) bytes: usize,
+    /// The allocations that the request named when it was captured.
+    pub(crate) bound: SmallVec<[AllocationId; 4]>,
+}
+
+impl Graph {
+    /// The fast path of the launch protocol. `None`: disturbed, nothing happened.
+    #[inline]
+    pub(crate) fn launch(&mut self) -> Option<DriverResult<()>> {
+        let number = self.launches + 1;
+        let (exec, stream, driver) = (self.exec.handle, self.exec.stream.handle(), &self.exec.driver);
+        let launch = || match driver.launch(exec, stream) {
+            // The one error that says "another device was current". Checking before every launch would be a
+            // second driver call.
+            Err(e) if e.kind == DriverErrorKind::InvalidContext => {
+                driver.bind().and_then(|()| driver.launch(exec, stream))
+            }
+            result => result,
+        };
+        let result = if mutant::is("cache.check-skipped") {
+            Some(self.launcher.launch(std::iter::empty(), number, launch)?)
+        } else {
+            self.launcher.launch(self.parts.iter().map(|part| (&*part.epoch, part.proven)), number, launch)
+        };
+        if result.is_some() {
+            self.launches = number;
+            self.exec.in_flight = true;
+        }
+        result
+    }
+
+    /// Walks every part under its pool's lock. What is bad, pool by pool; empty: all proven.
+    pub(crate) fn prove(&mut self) -> Vec<Stale> {
+        let mut stale = Vec::new();
+        for part in &mut self.parts {
+            match part.registration.walk() {
+                Ok(proven) => part.proven = proven,
+                Err(bad) => {
+                    part.proven = Proven::NONE;
+                    stale.push(bad);
+                }
+            }
+        }
+        stale
+    }
+
+    /// Lets the registrations go, and with them the memory: the old graph goes before the new one comes. The exec
+    /// stays, for an update.
+    pub(crate) fn into_exec(self) -> Exec {
+        let Self { exec, parts, .. } = self;
+        drop(parts);
+        exec
+    }
+
+    /// Bytes that must be given pages by a remap.
+    pub(crate) fn unbacked_bytes(stale: &[Stale]) -> usize {
+        stale.iter().flat_map(|s| &s.bad).map(|bad| bad.dependency.bytes).sum()
+    }
+}
+
+/// Whether all that is wrong is that somebody is changing something at this moment.
+pub(crate) fn only_retiring(stale: &[Stale]) -> bool {
+    stale.iter().all(|s| !s.evicted && s.bad.iter().all(|bad| bad.reason == BadReason::Retiring))
+}
+
+/// The first pool whose input, state or weights lost their bytes while their owner still has them.
+pub(crate) fn lost_content(stale: &[Stale]) -> Option<&Stale> {
+    stale.iter().find(|s| {
+        s.bad.iter().any(|bad| {
+            !bad.dependency.use_.is_scratch() && matches!(bad.reason, BadReason::ContentLost | BadReason::Unbacked)
+        })
+    })
+}

@@ -1,0 +1,400 @@
+//! Everything slower than a launch: warm-up, capture, and the repair of graphs that went stale.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use evergraph_pool::driver::UpdateResult;
+use evergraph_pool::handshake::{Launcher, Proven};
+use evergraph_pool::{Dependent, Hold, Registration, ScratchPolicy, Stale, mutant};
+use smallvec::SmallVec;
+
+use crate::cache::Inner;
+use crate::capture::{Captured, Failure, capture};
+use crate::cost::Step;
+use crate::entry::CheckedOut;
+use crate::graph::{Exec, Graph, Handle, Part, lost_content, only_retiring};
+use crate::outcome::{Cause, Outcome, Ran};
+use crate::scope::Notes;
+use crate::{CacheError, Request, Scope};
+
+/// A miss names one request; each try finds at most one more.
+const CAPTURE_TRIES: u32 = 32;
+/// Walks and repairs before the closure runs instead.
+const ROUNDS: u32 = 8;
+
+pub(crate) type Body<'b, E> = dyn FnMut(&Scope<'_>) -> Result<(), E> + 'b;
+
+/// One run of one key, with the key's state in hand.
+pub(crate) struct Run<'a, 'b, E> {
+    pub(crate) inner: &'a Arc<Inner>,
+    pub(crate) request: &'a Request<'a>,
+    pub(crate) body: &'a mut Body<'b, E>,
+    pub(crate) work: CheckedOut,
+}
+
+impl Inner {
+    /// Runs the closure itself.
+    pub(crate) fn eager<E: From<CacheError>>(
+        &self,
+        request: &Request<'_>,
+        body: &mut Body<'_, E>,
+        cause: Cause,
+    ) -> Result<Outcome, E> {
+        tracing::debug!(%cause, "eager run");
+        self.closure(request, body)?;
+        self.tally.eager.one();
+        Ok(Outcome { ran: Ran::Eager, cause: Some(cause) })
+    }
+
+    fn closure<E: From<CacheError>>(&self, request: &Request<'_>, body: &mut Body<'_, E>) -> Result<(), E> {
+        request.stream.driver().bind().map_err(|e| self.refused::<E>(e))?;
+        body(&Scope::new(request, &[], &Notes::default(), Hold::Weak))
+    }
+}
+
+impl<E: From<CacheError>> Run<'_, '_, E> {
+    pub(crate) fn slow(mut self) -> Result<Outcome, E> {
+        let state = &mut self.work.state;
+        if state.graph.is_none() && state.warmed < self.inner.config.warm_ups {
+            self.inner.closure(self.request, self.body)?;
+            self.work.state.warmed += 1;
+            self.inner.tally.warm_ups.one();
+            return Ok(Outcome::plain(Ran::WarmUp));
+        }
+        if self.work.entry.take_invalid() && self.work.state.captured {
+            return self.recapture(Cause::Invalidated);
+        }
+        match &self.work.state.graph {
+            Some(graph) if graph.bound.as_slice() != self.request.bound => self.recapture(Cause::Rebound),
+            Some(_) => self.repair(),
+            None if self.work.state.captured => self.recapture(Cause::Stale(Vec::new())),
+            None => self.first_capture(),
+        }
+    }
+
+    fn refused(&self, error: impl Into<CacheError>) -> E {
+        self.inner.refused(error)
+    }
+
+    fn eager(&mut self, cause: Cause) -> Result<Outcome, E> {
+        self.inner.eager(self.request, self.body, cause)
+    }
+
+    /// The epoch moved: walk, repair what is bad, walk again, launch.
+    fn repair(&mut self) -> Result<Outcome, E> {
+        let mut ran = Ran::Replayed;
+        let mut cause = None;
+        let mut rounds = 0;
+        let mut waits = 0u32;
+        while rounds < ROUNDS {
+            let Some(graph) = &mut self.work.state.graph else { break };
+            let mut stale = graph.prove();
+            if mutant::is("cache.stale-is-fine") {
+                stale.clear();
+                graph
+                    .parts
+                    .iter_mut()
+                    .for_each(|p| p.registration.walk().map(|proven| p.proven = proven).unwrap_or(()));
+            }
+            if stale.is_empty() && !mutant::is("cache.every-bump-is-stale") {
+                match self.launch(ran, cause.clone())? {
+                    Some(outcome) => return Ok(outcome),
+                    // Disturbed between walk and launch.
+                    None => rounds += 1,
+                }
+                continue;
+            }
+            if only_retiring(&stale) && !stale.is_empty() {
+                // Whoever retires it is at work; the mark goes when they are done.
+                waits += 1;
+                pause(waits);
+                continue;
+            }
+            rounds += 1;
+            if cause.is_none() {
+                self.inner.tally.stale.one();
+            }
+            if let Some(lost) = lost_content(&stale)
+                && !mutant::is("cache.content-resurrected")
+            {
+                return Err(self.refused(CacheError::ContentLost(lost.clone())));
+            }
+            let remap = stale.iter().all(Stale::is_remap) && !stale.is_empty();
+            cause = Some(Cause::Stale(stale));
+            let Some(cause) = &cause else { break };
+            match self.cheapest(cause, remap) {
+                Step::Remap => match self.remap() {
+                    Ok(()) => ran = Ran::Remapped,
+                    Err(error) => {
+                        tracing::debug!(%error, "no remap");
+                        return self.recapture(cause.clone());
+                    }
+                },
+                Step::Eager => return self.eager(Cause::Cheaper),
+                _ => return self.recapture(cause.clone()),
+            }
+        }
+        self.eager(Cause::Unsettled)
+    }
+
+    /// The cheapest repair by predicted price.
+    fn cheapest(&mut self, cause: &Cause, remap: bool) -> Step {
+        let life = self.work.state.tempo.stale();
+        let Some(graph) = &self.work.state.graph else { return Step::Capture };
+        let (costs, nodes) = (&self.inner.costs, graph.exec.shape.nodes.len());
+        // The same closure mostly has the same shape: then its exec can be updated.
+        let recapture_us = costs.update_us(nodes);
+        let (step, repair_us) = match cause {
+            Cause::Stale(stale) if remap => {
+                let remap_us = costs.predict(Step::Remap, Graph::unbacked_bytes(stale));
+                if remap_us <= recapture_us { (Step::Remap, remap_us) } else { (Step::Capture, recapture_us) }
+            }
+            _ => (Step::Capture, recapture_us),
+        };
+        let eager_us = costs.predict(Step::Eager, nodes);
+        if eager_us < repair_us / life + costs.launch_us() { Step::Eager } else { step }
+    }
+
+    /// Puts pages back under unbacked scratch and clears what must start as zero.
+    fn remap(&mut self) -> Result<(), CacheError> {
+        let Some(graph) = &self.work.state.graph else { return Ok(()) };
+        let start = Instant::now();
+        let stream = self.request.stream;
+        let mut bytes = 0;
+        for part in &graph.parts {
+            for reback in part.registration.reback()? {
+                bytes += reback.bytes;
+                if reback.clear && !mutant::is("cache.zeroed-not-cleared") {
+                    stream.driver().bind()?;
+                    stream.driver().memset_d8(reback.ptr, 0, reback.bytes, stream.handle())?;
+                }
+            }
+        }
+        if bytes > 0 {
+            self.inner.costs.measured(Step::Remap, bytes, start.elapsed());
+        }
+        Ok(())
+    }
+
+    fn first_capture(&mut self) -> Result<Outcome, E> {
+        self.capture_into(None, None)
+    }
+
+    /// Captures anew. The old registrations go first, so that the new capture finds their memory; the old exec
+    /// waits for a proven update.
+    fn recapture(&mut self, cause: Cause) -> Result<Outcome, E> {
+        let config = &self.inner.config;
+        let state = &mut self.work.state;
+        if matches!(cause, Cause::Stale(_))
+            && state.tempo.recaptured(config.storm_captures, config.storm_launches)
+            && !state.pinned
+        {
+            tracing::info!("captured again too often: pinned");
+            state.pinned = true;
+            self.inner.tally.storms.one();
+        }
+        let old = state.graph.take().map(Graph::into_exec);
+        self.inner.set_bytes(&self.work.entry.key, 0);
+        self.capture_into(old, Some(cause))
+    }
+
+    fn capture_into(&mut self, old: Option<Exec>, cause: Option<Cause>) -> Result<Outcome, E> {
+        let launcher = Launcher::new();
+        let handle = {
+            let cost = self.inner.costs.recapture_us(old.as_ref().map_or(100, |o| o.shape.nodes.len()));
+            let key = self.work.entry.key.clone();
+            Arc::new(Handle::new(&launcher, self.request.stream, cost, Arc::downgrade(self.inner), key))
+        };
+        let captured = match self.capture(&handle) {
+            Ok(captured) => captured,
+            Err(Failure::Error(error)) => return Err(error),
+            // The remedy for a lost capture: no graph this time, and another try at the next run.
+            Err(Failure::Miss(miss)) => return self.eager(Cause::WindowMiss { requested_bytes: miss.requested_bytes }),
+            Err(Failure::NotLoaded(name)) => return self.eager(Cause::NotLoaded { name }),
+            Err(Failure::Lost) => {
+                self.inner.tally.lost_captures.one();
+                return self.eager(Cause::CaptureLost);
+            }
+        };
+        let Captured { graph, shape, registrations, keeps, zeroed, opaque, undeclared, .. } = captured;
+        let (costs, tally) = (&self.inner.costs, &self.inner.tally);
+        let nodes = shape.nodes.len();
+        costs.measured(Step::Capture, nodes, captured.capture_took);
+        costs.measured(Step::Scan, nodes, captured.scan_took);
+        tally.undeclared.add(undeclared as u64);
+        let held: usize = registrations.iter().map(Registration::held_bytes).sum();
+        let bytes = held.saturating_add(nodes.saturating_mul(self.inner.config.node_bytes));
+        if !self.inner.make_room(&self.work.entry.key, bytes) {
+            drop((graph, registrations, old));
+            return self.eager(Cause::Full);
+        }
+
+        let (exec, updated) = match self.exec(old, graph, shape, keeps) {
+            Ok(done) => done,
+            Err(error) => {
+                self.inner.set_bytes(&self.work.entry.key, 0);
+                drop(registrations);
+                if !error.is_out_of_memory() {
+                    return Err(self.refused(error));
+                }
+                return self.eager(Cause::NoMemory);
+            }
+        };
+        if opaque.is_some() {
+            self.inner.tally.opaque.one();
+        }
+        handle.set_cost(self.inner.costs.recapture_us(nodes));
+        let parts: SmallVec<[Part; 2]> = registrations
+            .into_iter()
+            .map(|r| Part { epoch: Arc::clone(r.epoch()), proven: Proven::NONE, registration: r })
+            .collect();
+        let bound = SmallVec::from_slice(self.request.bound);
+        self.work.state.graph = Some(Graph { launcher, exec, parts, handle, launches: 0, opaque, bytes, bound });
+        let ran = match (self.work.state.captured, updated) {
+            (false, _) => Ran::Captured,
+            (true, true) => Ran::Updated,
+            (true, false) => Ran::Recaptured,
+        };
+        self.work.state.captured = true;
+        let stream = self.request.stream;
+        for (ptr, bytes) in zeroed {
+            let cleared = stream.driver().bind();
+            cleared
+                .and_then(|()| stream.driver().memset_d8(ptr, 0, bytes, stream.handle()))
+                .map_err(|e| self.refused(e))?;
+        }
+        self.first_launch(ran, cause)
+    }
+
+    /// Captures, growing the pool outside the window where memory was not ready inside it.
+    fn capture(&mut self, handle: &Arc<Handle>) -> Result<Captured, Failure<E>> {
+        let dependent: Arc<dyn Dependent> = Arc::clone(handle) as _;
+        let (policy, hold) = if self.work.state.pinned {
+            (ScratchPolicy::Pin, Hold::Strong)
+        } else {
+            (self.request.policy.clone(), Hold::Weak)
+        };
+        let mut tries = 0;
+        loop {
+            let Inner { config, layouts, .. } = &**self.inner;
+            let result = capture(self.request, &dependent, &policy, hold, config, layouts, self.body);
+            match result {
+                Err(Failure::Miss(miss)) if tries < CAPTURE_TRIES => {
+                    self.inner.tally.window_misses.one();
+                    tries += 1;
+                    let Some(pool) = self.request.pools().find(|pool| pool.id() == miss.pool) else {
+                        return Err(Failure::Miss(miss));
+                    };
+                    while pool.reserve(miss.requested_bytes, miss.purpose, self.request.stream).is_err() {
+                        if !self.inner.evict_one(&self.work.entry.key) {
+                            return Err(Failure::Miss(miss));
+                        }
+                    }
+                }
+                Err(Failure::Error(error)) => {
+                    return Err(Failure::Error(error));
+                }
+                result => return result,
+            }
+        }
+    }
+
+    /// Puts a captured graph into the old exec where that is proven, else into a new one; the old one goes first.
+    fn exec(
+        &mut self,
+        old: Option<Exec>,
+        graph: crate::graph::OwnedGraph,
+        shape: crate::scan::Shape,
+        keeps: SmallVec<[crate::scope::Keep; 4]>,
+    ) -> Result<(Exec, bool), evergraph_pool::driver::DriverError> {
+        let driver = self.request.stream.driver();
+        let nodes = shape.nodes.len();
+        let mut old = old;
+        if let Some(mut exec) =
+            old.take_if(|exec| exec.shape.proves_update_to(&shape) || mutant::is("cache.update-believed"))
+        {
+            exec.settle();
+            let start = Instant::now();
+            driver.bind()?;
+            match driver.exec_update(exec.handle, graph.handle()) {
+                Ok(UpdateResult::Updated) => {
+                    self.inner.costs.measured(Step::Update, nodes, start.elapsed());
+                    exec.graph = graph;
+                    exec.shape = shape;
+                    exec.keeps = keeps;
+                    return Ok((exec, true));
+                }
+                // Refused or failed: the exec is as it was, and goes.
+                Ok(why) => tracing::debug!(?why, "update refused"),
+                Err(error) => tracing::debug!(%error, "update failed"),
+            }
+            old = Some(exec);
+        }
+        if !mutant::is("cache.new-before-old") {
+            old = None;
+        }
+        let start = Instant::now();
+        driver.bind()?;
+        let mut result = Exec::instantiate(self.request.stream, graph, shape, keeps, &self.inner.tally);
+        drop(old);
+        loop {
+            match result {
+                Ok(exec) => {
+                    self.inner.costs.measured(Step::Instantiate, nodes, start.elapsed());
+                    return Ok((exec, false));
+                }
+                Err((error, parts)) => {
+                    if !error.is_out_of_memory() || !self.inner.evict_one(&self.work.entry.key) {
+                        return Err(error);
+                    }
+                    let tally = &self.inner.tally;
+                    result = Exec::instantiate(self.request.stream, parts.graph, parts.shape, parts.keeps, tally);
+                }
+            }
+        }
+    }
+
+    /// A new graph proves its epoch by a walk, like any other: somebody may have retired memory since its window
+    /// closed.
+    fn first_launch(&mut self, ran: Ran, cause: Option<Cause>) -> Result<Outcome, E> {
+        for wait in 0..1 << 16 {
+            let Some(graph) = &mut self.work.state.graph else { break };
+            let stale = graph.prove();
+            if stale.is_empty() {
+                if let Some(outcome) = self.launch(ran, cause.clone())? {
+                    return Ok(outcome);
+                }
+            } else if !only_retiring(&stale) {
+                break;
+            }
+            pause(wait);
+        }
+        // Stale before its first launch: memory is very short. The next run repairs it.
+        self.eager(Cause::Unsettled)
+    }
+
+    fn launch(&mut self, ran: Ran, cause: Option<Cause>) -> Result<Option<Outcome>, E> {
+        let state = &mut self.work.state;
+        let Some(launched) = state.graph.as_mut().and_then(Graph::launch) else { return Ok(None) };
+        state.tempo.launched();
+        launched.map_err(|e| self.inner.refused::<E>(e))?;
+        let tally = &self.inner.tally;
+        match ran {
+            Ran::Captured => tally.captures.one(),
+            Ran::Remapped => tally.remaps.one(),
+            Ran::Updated => tally.updates.one(),
+            Ran::Recaptured => tally.recaptures.one(),
+            _ => tally.replays.one(),
+        }
+        let cause = if ran == Ran::Replayed { None } else { cause };
+        if let Some(cause) = &cause {
+            tracing::info!(%ran, %cause, "graph repaired");
+        }
+        Ok(Some(Outcome { ran, cause }))
+    }
+}
+
+/// Waits for another thread's critical section.
+fn pause(round: u32) {
+    if round < 32 { std::hint::spin_loop() } else { std::thread::yield_now() }
+}

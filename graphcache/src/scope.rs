@@ -1,0 +1,197 @@
+//! What a graph's closure sees.
+
+use std::any::Any;
+use std::cell::{Cell, RefCell};
+use std::sync::Arc;
+
+use evergraph_pool::driver::{DevicePtr, DynDriver};
+use evergraph_pool::{
+    AllocationId, Dependency, DeviceSlice, Element, Hold, PointerTable, Pool, PoolError, PoolId, Stream, Token,
+    Tracked, Use, Window, mutant,
+};
+use smallvec::SmallVec;
+
+use crate::{CacheError, Request};
+
+/// What an owner of a captured graph's odds and ends looks like.
+pub type Keep = Arc<dyn Any + Send + Sync>;
+
+/// The closure's view of one run: where to queue work, where to take memory from, and where to say what the
+/// work depends on.
+///
+/// The same closure serves warm-ups, eager runs and captures: everything it queues must go to
+/// [`stream`](Self::stream), and whatever it depends on is declared each time it runs.
+#[derive(Debug)]
+pub struct Scope<'a> {
+    request: &'a Request<'a>,
+    windows: &'a [Window],
+    notes: &'a Notes,
+    hold: Hold,
+}
+
+/// What a run of the closure left behind.
+#[derive(Debug, Default)]
+pub(crate) struct Notes {
+    pub(crate) declared: RefCell<Vec<Dependency>>,
+    /// Zeroed scratch of the window, to be cleared before the first launch.
+    pub(crate) zeroed: RefCell<Vec<(DevicePtr, usize)>>,
+    pub(crate) keeps: RefCell<Vec<Keep>>,
+    pub(crate) miss: Cell<Option<Miss>>,
+}
+
+/// Memory that was not ready inside a window.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Miss {
+    pub(crate) pool: PoolId,
+    pub(crate) requested_bytes: usize,
+    pub(crate) purpose: evergraph_pool::Purpose,
+}
+
+impl<'a> Scope<'a> {
+    pub(crate) fn new(request: &'a Request<'a>, windows: &'a [Window], notes: &'a Notes, hold: Hold) -> Self {
+        Self { request, windows, notes, hold }
+    }
+
+    /// The stream to queue work on.
+    #[must_use]
+    pub fn stream(&self) -> &Stream {
+        self.request.stream
+    }
+
+    /// The driver of that stream.
+    #[must_use]
+    pub fn driver(&self) -> &DynDriver {
+        self.request.stream.driver()
+    }
+
+    /// The request's first pool.
+    #[must_use]
+    pub fn pool(&self) -> &Pool {
+        self.request.pool
+    }
+
+    /// Whether this run is recorded and not executed. Nothing may be read back then.
+    #[must_use]
+    pub fn capturing(&self) -> bool {
+        !self.windows.is_empty()
+    }
+
+    /// `len` elements of scratch. When captured, they are the graph's: what every replay uses.
+    ///
+    /// # Errors
+    /// Those of [`Pool::alloc`]; inside a capture `WindowMiss`, which the cache repairs by itself.
+    pub fn alloc<T: Element>(&self, len: usize) -> Result<DeviceSlice<T>, CacheError> {
+        self.noted(self.request.pool.alloc(len, self.request.stream))
+    }
+
+    /// `len` elements of scratch that start as zero, and that the work leaves as zero. They are cleared once,
+    /// and again after other pages came under them; not at every replay.
+    ///
+    /// # Errors
+    /// As [`alloc`](Self::alloc).
+    pub fn alloc_zeroed_scratch<T: Element>(&self, len: usize) -> Result<DeviceSlice<T>, CacheError> {
+        let slice = self.alloc(len)?;
+        if self.capturing() {
+            // Cleared before the first launch, outside the graph.
+            self.declare(&slice, Use::ZeroedScratch)?;
+            self.notes.zeroed.borrow_mut().push((slice.ptr(), slice.bytes()));
+        } else {
+            self.request.stream.fill(&slice, 0)?;
+        }
+        Ok(slice)
+    }
+
+    /// Declares that the work uses all of `memory`. Its block may be taken once its owner has dropped it, and
+    /// the graph goes stale with it.
+    ///
+    /// # Errors
+    /// `UnknownPool`, `StaleToken`.
+    pub fn declare(&self, memory: &(impl Tracked + ?Sized), use_: Use) -> Result<(), CacheError> {
+        self.declare_range(memory, use_, 0, memory.bytes())
+    }
+
+    /// Declares that the work uses a range of `memory`, bytes.
+    ///
+    /// # Errors
+    /// As [`declare`](Self::declare), and `Range`.
+    pub fn declare_range(
+        &self,
+        memory: &(impl Tracked + ?Sized),
+        use_: Use,
+        offset_bytes: usize,
+        bytes: usize,
+    ) -> Result<(), CacheError> {
+        self.declare_token(memory.token(), use_, offset_bytes, bytes, self.hold)
+    }
+
+    /// As [`declare`](Self::declare), but the graph keeps the block: dropping the slice gives it back only when
+    /// the graph is gone.
+    ///
+    /// # Errors
+    /// As [`declare`](Self::declare).
+    pub fn declare_held(&self, memory: &(impl Tracked + ?Sized), use_: Use) -> Result<(), CacheError> {
+        self.declare_token(memory.token(), use_, 0, memory.bytes(), Hold::Strong)
+    }
+
+    /// Declares a table of addresses and everything that it points at. A scan sees the table's own address only.
+    ///
+    /// # Errors
+    /// As [`declare`](Self::declare).
+    pub fn declare_table(&self, table: &PointerTable) -> Result<(), CacheError> {
+        self.declare(table.slice(), Use::Input)?;
+        if mutant::is("cache.table-members-ignored") {
+            return Ok(());
+        }
+        for member in table.members() {
+            self.declare_token(member.token, member.use_, 0, member.bytes, self.hold)?;
+        }
+        Ok(())
+    }
+
+    /// Keeps `owner` as long as the graph: a module, a callback's data, an event, a library's handle.
+    pub fn keep(&self, owner: Keep) {
+        if self.capturing() {
+            self.notes.keeps.borrow_mut().push(owner);
+        }
+    }
+
+    fn declare_token(
+        &self,
+        token: Token,
+        use_: Use,
+        offset_bytes: usize,
+        bytes: usize,
+        hold: Hold,
+    ) -> Result<(), CacheError> {
+        let found = token.allocation.pool();
+        if !self.request.pools().any(|pool| pool.id() == found) {
+            return Err(CacheError::UnknownPool { found });
+        }
+        if mutant::is("cache.declared-ignored") {
+            return Ok(());
+        }
+        if let Some(window) = self.windows.iter().find(|w| w.pool_id() == found) {
+            window.declare(token, use_, offset_bytes, bytes, hold)?;
+            self.notes.declared.borrow_mut().push(Dependency { token, use_, offset_bytes, bytes, hold });
+        }
+        Ok(())
+    }
+
+    fn noted<T>(&self, result: Result<T, PoolError>) -> Result<T, CacheError> {
+        if let Err(PoolError::WindowMiss { requested_bytes, purpose, .. }) = &result {
+            let miss = Miss { pool: self.request.pool.id(), requested_bytes: *requested_bytes, purpose: *purpose };
+            self.notes.miss.set(Some(miss));
+        }
+        Ok(result?)
+    }
+}
+
+impl Notes {
+    pub(crate) fn declared(&self, allocation: AllocationId) -> bool {
+        self.declared.borrow().iter().any(|d| d.token.allocation == allocation)
+    }
+
+    pub(crate) fn take_keeps(&self) -> SmallVec<[Keep; 4]> {
+        self.keeps.take().into()
+    }
+}
