@@ -29,10 +29,6 @@ impl Event {
         self.driver.bind()?;
         self.driver.event_synchronize(self.handle)
     }
-
-    pub(crate) fn driver(&self) -> &DynDriver {
-        &self.driver
-    }
 }
 
 impl Drop for Event {

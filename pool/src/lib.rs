@@ -1,6 +1,8 @@
 //! A GPU memory pool whose allocations carry generation tokens.
 
+mod alloc;
 mod arena;
+mod capture;
 mod config;
 mod copy;
 #[allow(dead_code, reason = "the runtime is being built on it")]
@@ -11,19 +13,28 @@ mod element;
 mod error;
 mod event;
 mod foreign;
+mod give_back;
+mod growth;
 pub mod handshake;
 mod host_buffer;
+mod inspect;
 pub mod mutant;
+mod outside;
 mod pointer_table;
 mod pool;
+mod reback;
+mod register;
 mod report;
+mod retire;
 mod shared;
 mod slice;
 mod stale;
+mod state;
 mod stats;
 mod stream;
 mod sync;
 mod token;
+mod victims;
 mod window;
 
 pub use arena::{Arena, ScratchPolicy};

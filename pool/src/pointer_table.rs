@@ -25,7 +25,6 @@ pub struct TableMember {
 
 impl PointerTable {
     /// The addresses, in order of the members.
-    #[must_use]
     pub fn slice(&self) -> &DeviceSlice<u64> {
         &self.slice
     }

@@ -1,157 +1,244 @@
-#![allow(unused_variables, dead_code)]
-//! stub
-use crate::driver::host_memory::{HostMemory, Pinned};
-use crate::driver::{DeviceOrdinal, DevicePtr, DriverResult, DynDriver, StreamHandle};
-use crate::handshake::{Epoch, Proven};
-use crate::slice::Raw;
-use crate::*;
-use smallvec::SmallVec;
-use std::sync::Arc;
+//! The pool's inside: the locks, and the streams that the pool knows.
+//!
+//! Two locks. `state` guards the books and is held for moments: never for a wait, never while foreign code
+//! runs. `cold` serialises what moves memory between the pool and the driver (growth, give-back, repair); it is taken
+//! *before* `state`, never inside it, and no callback runs under it. Whoever holds `cold` may wait for the
+//! device and for leases: a launcher takes neither lock while it holds a lease, and a drop takes only `state`.
 
-#[derive(Debug)]
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use parking_lot::{Mutex, MutexGuard};
+
+use crate::core::{StreamKey, Uses};
+use crate::driver::host_memory::HostMemory;
+use crate::driver::{DeviceOrdinal, DynDriver};
+use crate::handshake::Epoch;
+use crate::slice::Raw;
+use crate::state::{Home, NONE, State};
+use crate::{Dependent, PoolConfig, PoolError, PoolId, PoolMode, Retired, Stream, Token};
+
+/// What pools, slices, windows and registrations share.
 pub(crate) struct Shared {
     pub(crate) id: PoolId,
     pub(crate) driver: DynDriver,
     pub(crate) config: PoolConfig,
     pub(crate) device: DeviceOrdinal,
     pub(crate) epoch: Arc<Epoch>,
+    /// vmm: bytes of one physical chunk.
+    pub(crate) chunk_bytes: u64,
+    state: Mutex<State>,
+    cold: Mutex<()>,
+}
+
+/// Proof that the cold lock is held.
+pub(crate) struct Cold<'a> {
+    _guard: MutexGuard<'a, ()>,
+}
+
+/// News for dependents and owners to be dropped, kept until no lock is held.
+#[derive(Default)]
+pub(crate) struct Notices {
+    pub(crate) news: Vec<(Arc<dyn Dependent>, Retired)>,
+    pub(crate) owners: Vec<Arc<dyn HostMemory>>,
+}
+
+impl Notices {
+    /// Calls foreign code: no lock is held.
+    pub(crate) fn deliver(self) {
+        for (dependent, notice) in self.news {
+            dependent.retired(&notice);
+        }
+    }
+}
+
+impl std::fmt::Debug for Shared {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Shared").field("id", &self.id).field("config", &self.config).finish_non_exhaustive()
+    }
 }
 
 impl Shared {
     pub(crate) fn new(driver: DynDriver, config: PoolConfig) -> Result<Arc<Self>, PoolError> {
-        unimplemented!()
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let device = driver.info().ordinal;
+        let mut chunk_bytes = 0;
+        if config.mode == PoolMode::Vmm {
+            if !driver.info().vmm {
+                return Err(PoolError::Unsupported { device, what: "virtual memory management; use the slab mode" });
+            }
+            driver.bind()?;
+            let granularity = driver.granularity_bytes()?;
+            config.check(granularity)?;
+            let default = (2usize << 20).next_multiple_of(granularity);
+            chunk_bytes = config.chunk_bytes.unwrap_or(default) as u64;
+        } else {
+            config.check(1)?;
+        }
+        let id = NEXT
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| (n < u32::from(u16::MAX)).then_some(n + 1))
+            .map_err(|_| PoolError::TooManyPools)?;
+        let id = PoolId(id as u16);
+        let state = State::new(id, config.mode, config.limit_bytes.map(|b| b as u64));
+        let epoch = state.epoch.published();
+        Ok(Arc::new(Self {
+            id,
+            driver,
+            config,
+            device,
+            epoch,
+            chunk_bytes,
+            state: Mutex::new(state),
+            cold: Mutex::new(()),
+        }))
     }
-    pub(crate) fn close(&self) {
-        unimplemented!()
+
+    #[inline]
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock()
     }
-    pub(crate) fn alloc(
-        self: &Arc<Self>,
-        bytes: usize,
-        align: usize,
-        purpose: Purpose,
-        stream: &Stream,
-    ) -> Result<Raw, PoolError> {
-        unimplemented!()
+
+    pub(crate) fn cold(&self) -> Cold<'_> {
+        Cold { _guard: self.cold.lock() }
     }
-    pub(crate) fn free(&self, raw: &Raw) {
-        unimplemented!()
+
+    /// The number of a stream, given on first sight.
+    pub(crate) fn stream_key(&self, state: &mut State, stream: &Stream) -> StreamKey {
+        if let Some(key) = stream.home_key(self.id) {
+            return StreamKey(key);
+        }
+        if let Some(&key) = state.stream_keys.get(&stream.id()) {
+            return StreamKey(key);
+        }
+        let key = state.take_slot(Some(stream.clone()));
+        state.stream_keys.insert(stream.id(), key.0);
+        stream.set_home_key(self.id, key.0);
+        key
     }
+
+    pub(crate) fn same_device(&self, what: &'static str, stream: &Stream) -> Result<(), PoolError> {
+        if stream.device() == self.device {
+            return Ok(());
+        }
+        Err(PoolError::OtherDevice { what, expected: self.device, found: stream.device() })
+    }
+
     pub(crate) fn token_of(&self, raw: &Raw) -> Token {
-        unimplemented!()
+        let state = self.lock();
+        let place = raw.place();
+        let record = state.block_of(&fresh(raw, place)).map(|home| state.info(home).record).filter(|&r| r != NONE);
+        match record.and_then(|r| state.records.get(r as usize)) {
+            Some(record) => record.token(place),
+            None => fresh(raw, place),
+        }
     }
+
     pub(crate) fn record_stream(&self, raw: &Raw, stream: &Stream) -> Result<(), PoolError> {
-        unimplemented!()
+        if raw.bytes == 0 {
+            return Ok(());
+        }
+        let mut state = self.lock();
+        let key = self.stream_key(&mut state, stream);
+        if key == raw.stream {
+            return Ok(());
+        }
+        let home = Home { heap: raw.purpose.index(), block: raw.block };
+        state.extra.entry(home).or_default().insert(key);
+        state.info_mut(home).extra = true;
+        Ok(())
     }
-    pub(crate) fn arena_bytes(&self, index: usize) -> usize {
-        unimplemented!()
+
+    /// Asks the driver which streams are idle, so that the memory that waits for them is free for all. Not
+    /// inside a window. Streams that only the pool still knows are forgotten once they are idle.
+    pub(crate) fn settle(&self) {
+        let (streams, upto) = {
+            let mut state = self.lock();
+            let streams: Vec<(StreamKey, Stream)> = state
+                .streams
+                .iter()
+                .enumerate()
+                .filter(|(_, s)| s.window == NONE)
+                .filter_map(|(k, s)| Some((StreamKey(k as u32), s.stream.clone()?)))
+                .collect();
+            (streams, state.tick())
+        };
+        let mut gone = Vec::new();
+        for (key, stream) in streams {
+            // A driver that can not answer just means "not idle".
+            if !stream.is_idle().unwrap_or(false) {
+                continue;
+            }
+            let mut state = self.lock();
+            for heap in &mut state.heaps {
+                heap.completed(key, upto);
+            }
+            let slot = &mut state.streams[key.0 as usize];
+            // One clone in the slot, one here: nobody else can queue work or make another clone.
+            if slot.live == 0 && slot.window == NONE && stream.clones() == 2 {
+                let old = slot.stream.take();
+                slot.taken = false;
+                state.stream_keys.remove(&stream.id());
+                for heap in &mut state.heaps {
+                    heap.forget_stream(key);
+                }
+                for (_, record) in &mut state.records {
+                    record.uses.remove(key);
+                }
+                for uses in state.extra.values_mut() {
+                    uses.remove(key);
+                }
+                stream.clear_home_key(self.id);
+                gone.push(old);
+            }
+            drop(state);
+            gone.push(Some(stream));
+        }
     }
-    pub(crate) fn drop_arena(&self, index: usize) {
-        unimplemented!()
+
+    /// Waits on the host until everything that was queued so far on these streams is complete, and tells the
+    /// heaps. Takes no lock while it waits.
+    pub(crate) fn host_wait(&self, uses: &Uses) -> Result<(), PoolError> {
+        if crate::mutant::is("no-wait-before-unmap") {
+            return Ok(());
+        }
+        let (streams, upto) = {
+            let mut state = self.lock();
+            let streams: Vec<(StreamKey, Stream)> =
+                uses.iter().filter_map(|k| Some((k, state.streams.get(k.0 as usize)?.stream.clone()?))).collect();
+            (streams, state.tick())
+        };
+        let marks = streams.iter().map(|(_, s)| s.mark()).collect::<Result<Vec<_>, _>>()?;
+        if crate::mutant::is("stream-wait-before-unmap") {
+            if let Some((_, stream)) = streams.first() {
+                for mark in &marks {
+                    stream.wait(mark)?;
+                }
+            }
+            return Ok(());
+        }
+        for ((key, stream), mark) in streams.iter().zip(&marks) {
+            mark.synchronize()?;
+            // On a capturing stream the event stands for the work before the capture: not for all of it.
+            if !stream.is_capturing() {
+                let mut state = self.lock();
+                for heap in &mut state.heaps {
+                    heap.completed(*key, upto);
+                }
+            }
+        }
+        Ok(())
     }
-    pub(crate) fn add_arena(&self, stream: &Stream) -> Result<usize, PoolError> {
-        unimplemented!()
-    }
-    pub(crate) fn declare(&self, dependent: usize, dependency: Dependency) -> Result<(), PoolError> {
-        unimplemented!()
-    }
-    pub(crate) fn handed_out(&self, dependent: usize) -> Vec<HandedOut> {
-        unimplemented!()
-    }
-    pub(crate) fn window_owns(&self, dependent: usize, ptr: DevicePtr) -> bool {
-        unimplemented!()
-    }
-    pub(crate) fn begin_window(
-        self: &Arc<Self>,
-        dependent: Arc<dyn Dependent>,
-        stream: Option<Stream>,
-        policy: ScratchPolicy,
-    ) -> Result<Window, PoolError> {
-        unimplemented!()
-    }
-    pub(crate) fn finish_window(&self, dependent: usize, stream: Option<&Stream>) -> Result<(), PoolError> {
-        unimplemented!()
-    }
-    pub(crate) fn cancel_window(&self, dependent: usize, stream: Option<&Stream>) {
-        unimplemented!()
-    }
-    pub(crate) fn walk(&self, dependent: usize) -> Result<Proven, Stale> {
-        unimplemented!()
-    }
-    pub(crate) fn reback(&self, dependent: usize) -> Result<Vec<Reback>, PoolError> {
-        unimplemented!()
-    }
-    pub(crate) fn dependencies(&self, dependent: usize) -> Vec<Dependency> {
-        unimplemented!()
-    }
-    pub(crate) fn held_bytes(&self, dependent: usize) -> usize {
-        unimplemented!()
-    }
-    pub(crate) fn unregister(&self, dependent: usize) {
-        unimplemented!()
-    }
-    pub(crate) fn outside_token(&self, tracked: usize) -> Token {
-        unimplemented!()
-    }
-    pub(crate) fn outside_span(&self, tracked: usize) -> (DevicePtr, usize) {
-        unimplemented!()
-    }
-    pub(crate) fn move_outside(&self, tracked: usize, ptr: DevicePtr, bytes: usize) -> Result<(), PoolError> {
-        unimplemented!()
-    }
-    pub(crate) fn withdraw_outside(&self, tracked: usize) {
-        unimplemented!()
-    }
-    pub(crate) fn wait_outside(&self, tracked: usize) -> Result<(), PoolError> {
-        unimplemented!()
-    }
-    pub(crate) fn with_pinned<R>(&self, tracked: usize, f: impl FnOnce(&Pinned) -> R) -> Option<R> {
-        unimplemented!()
-    }
-    pub(crate) fn copy_host(
-        &self,
-        tracked: usize,
-        stream: &Stream,
-        f: impl FnOnce(&Pinned, StreamHandle) -> DriverResult<()>,
-    ) -> Result<(), PoolError> {
-        unimplemented!()
-    }
-    pub(crate) fn drop_host(&self, tracked: usize) {
-        unimplemented!()
-    }
-    pub(crate) fn add_foreign(&self, ptr: DevicePtr, bytes: usize, name: String) -> Result<usize, PoolError> {
-        unimplemented!()
-    }
-    pub(crate) fn add_pinned(&self, bytes: usize) -> Result<usize, PoolError> {
-        unimplemented!()
-    }
-    pub(crate) fn add_registered(&self, memory: Arc<dyn HostMemory>) -> Result<usize, PoolError> {
-        unimplemented!()
-    }
-    pub(crate) fn trim_to(&self, bytes: usize) -> Result<usize, PoolError> {
-        unimplemented!()
-    }
+
     pub(crate) fn set_limit(&self, bytes: Option<usize>) {
-        unimplemented!()
+        self.lock().limit_bytes = bytes.map(|b| b as u64);
     }
+
     pub(crate) fn limit(&self) -> Option<usize> {
-        unimplemented!()
+        self.lock().limit_bytes.map(|b| b as usize)
     }
-    pub(crate) fn stats(&self) -> PoolStats {
-        unimplemented!()
-    }
-    pub(crate) fn reset_peaks(&self) {
-        unimplemented!()
-    }
-    pub(crate) fn counters(&self) -> Counters {
-        unimplemented!()
-    }
-    pub(crate) fn report(&self) -> MemoryReport {
-        unimplemented!()
-    }
-    pub(crate) fn resolve_all(&self, ptr: DevicePtr) -> SmallVec<[Resolved; 2]> {
-        unimplemented!()
-    }
-    pub(crate) fn check(&self) -> Result<(), String> {
-        unimplemented!()
-    }
+}
+
+/// The token of a hand-out that nothing happened to.
+pub(crate) fn fresh(raw: &Raw, place: crate::token::Place) -> Token {
+    Token { allocation: raw.allocation, address: 1, backing: 1, content: 1, place }
 }

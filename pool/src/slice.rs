@@ -136,10 +136,6 @@ impl<T: Element> DeviceSlice<T> {
     pub fn record_stream(&self, stream: &Stream) -> Result<(), PoolError> {
         self.raw.shared.record_stream(&self.raw, stream)
     }
-
-    pub(crate) fn raw(&self) -> &Raw {
-        &self.raw
-    }
 }
 
 impl<T: Element> Tracked for DeviceSlice<T> {

@@ -30,6 +30,11 @@ impl AllocationId {
         Self(NonZeroU64::new(raw).unwrap_or(NonZeroU64::MAX))
     }
 
+    /// Back from a number; 0 is nobody.
+    pub(crate) fn from_raw(raw: u64) -> Option<Self> {
+        NonZeroU64::new(raw).map(Self)
+    }
+
     /// The pool that issued it.
     #[must_use]
     pub fn pool(self) -> PoolId {

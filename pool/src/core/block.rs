@@ -11,6 +11,11 @@ impl BlockKey {
     pub(crate) fn index(self) -> usize {
         self.0 as usize
     }
+
+    /// Back from a side table.
+    pub(crate) fn from_index(index: usize) -> Self {
+        Self(index as u32)
+    }
 }
 
 /// Names a segment until it is removed.

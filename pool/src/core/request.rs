@@ -45,6 +45,11 @@ impl Request {
         self.requested_bytes
     }
 
+    /// What the block must be aligned to; the granule at least.
+    pub(crate) fn align_bytes(&self) -> u64 {
+        self.align
+    }
+
     /// Rounded up to whole granules.
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes

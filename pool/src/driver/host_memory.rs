@@ -58,10 +58,6 @@ impl Pinned {
         DevicePtr(self.ptr.0)
     }
 
-    pub(crate) fn bytes(&self) -> usize {
-        self.bytes
-    }
-
     /// Copies out; out-of-range parts are left alone.
     pub(crate) fn read(&self, offset: usize, out: &mut [u8]) {
         let n = out.len().min(self.bytes.saturating_sub(offset));

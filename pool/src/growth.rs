@@ -1,0 +1,277 @@
+//! Growth: chunks mapped under reserved ranges, or slabs by `malloc`.
+//!
+//! Driver calls are made without the books' lock (a `malloc` may wait for the device); the cold lock keeps
+//! other growth and give-backs away meanwhile. A failure half way is undone, and memory that can not be
+//! handed back at once is kept as a leftover and tried again.
+
+use std::ops::Range;
+
+use crate::core::{Claim, Growth, Request, SegmentKey};
+use crate::driver::{DevicePtr, DriverError, DriverErrorKind, PhysHandle};
+use crate::give_back::{Parcel, Reason};
+use crate::handshake::Patience;
+use crate::shared::{Cold, Notices, Shared};
+use crate::state::{Backing, Leftover, State};
+use crate::{PoolError, PoolMode, Purpose, Stream};
+
+/// Why the pool could not grow.
+#[derive(Debug)]
+pub(crate) enum Short {
+    /// The byte limit: this many bytes over.
+    Limit(u64),
+    /// The device has no memory left; what the growth needs, bytes.
+    Driver(DriverError, u64),
+    /// Every slot of the slab table is taken and nothing free could go.
+    Slots,
+    /// Something else.
+    Fail(PoolError),
+}
+
+impl From<PoolError> for Short {
+    fn from(error: PoolError) -> Self {
+        Self::Fail(error)
+    }
+}
+
+/// How far `bytes` more would go over the byte limit.
+pub(crate) fn over_limit(state: &State, bytes: u64) -> Option<u64> {
+    let limit = state.limit_bytes?;
+    let after = state.reserved_bytes().saturating_add(bytes);
+    (after > limit).then(|| after - limit)
+}
+
+/// A driver error while `bytes` bytes were wanted.
+pub(crate) fn short(error: DriverError, bytes: u64) -> Short {
+    if error.is_out_of_memory() { Short::Driver(error, bytes) } else { Short::Fail(error.into()) }
+}
+
+impl Shared {
+    /// Takes from the driver what the request lacks.
+    pub(crate) fn grow(
+        &self,
+        cold: &Cold<'_>,
+        request: &Request,
+        purpose: Purpose,
+        stream: &Stream,
+        notices: &mut Notices,
+    ) -> Result<(), Short> {
+        self.driver.bind().map_err(PoolError::from)?;
+        match self.config.mode {
+            PoolMode::Vmm => self.grow_chunks(cold, request, purpose, stream),
+            PoolMode::Slab => self.grow_slab(cold, request, purpose, notices),
+        }
+    }
+
+    // ---- vmm
+
+    fn grow_chunks(&self, cold: &Cold<'_>, request: &Request, purpose: Purpose, stream: &Stream) -> Result<(), Short> {
+        let heap = purpose.index();
+        let plan = {
+            let mut state = self.lock();
+            let key = self.stream_key(&mut state, stream);
+            state.heaps[heap].plan_growth(request, key)
+        };
+        let Some(Growth { segment, chunks }) = plan else {
+            return self.reserve_range(request, heap);
+        };
+        let bytes: u64 = chunks.iter().map(|r| r.len() as u64 * self.chunk_bytes).sum();
+        if let Some(over) = over_limit(&self.lock(), bytes) {
+            return Err(Short::Limit(over));
+        }
+        self.map_chunks(cold, heap, segment, &chunks).map_err(|e| short(e, bytes))?;
+        tracing::debug!(pool = self.id.0, bytes, segment = segment.index(), epoch = self.epoch_now(), "mapped");
+        Ok(())
+    }
+
+    /// Puts pages under chunks, all or none, and tells the heap.
+    pub(crate) fn map_chunks(
+        &self,
+        _cold: &Cold<'_>,
+        heap: usize,
+        segment: SegmentKey,
+        chunks: &[Range<u32>],
+    ) -> Result<(), DriverError> {
+        self.driver.bind()?;
+        let chunk_bytes = self.chunk_bytes as usize;
+        let base = match self.lock().segment_backing(heap, segment) {
+            Some(Backing::Range { ptr, .. }) => *ptr,
+            _ => return Err(DriverError::new("map", self.device, DriverErrorKind::InvalidValue("no such segment"))),
+        };
+        let at = |chunk: u32| DevicePtr(base.0 + u64::from(chunk) * self.chunk_bytes);
+        let mut done: Vec<(u32, PhysHandle)> = Vec::new();
+        let mut mapped = || -> Result<(), DriverError> {
+            for range in chunks {
+                for chunk in range.clone() {
+                    let handle = self.driver.create(chunk_bytes)?;
+                    if let Err(error) = self.driver.map(at(chunk), chunk_bytes, 0, handle) {
+                        self.release_chunk(handle);
+                        return Err(error);
+                    }
+                    done.push((chunk, handle));
+                }
+                self.driver.set_access(at(range.start), range.len() * chunk_bytes, &[self.device])?;
+            }
+            Ok(())
+        };
+        if let Err(error) = mapped() {
+            // Nobody has seen these pages: nothing to wait for.
+            for (chunk, handle) in done {
+                self.undo_map(at(chunk), handle);
+            }
+            return Err(error);
+        }
+        let mut state = self.lock();
+        let state = &mut *state;
+        if let Some(Backing::Range { chunks: handles, .. }) = state.segment_backing(heap, segment) {
+            for (chunk, handle) in done {
+                if let Some(place) = handles.get_mut(chunk as usize) {
+                    *place = Some(handle);
+                }
+            }
+        }
+        for range in chunks {
+            let backed = state.heaps[heap].back(segment, range.clone());
+            debug_assert!(backed.is_ok(), "the plan named unbacked chunks: {backed:?}");
+            state.tally.segments.add(range.len() as u64);
+        }
+        state.counters.growths += 1;
+        state.note_reserved();
+        Ok(())
+    }
+
+    /// Address space for a heap that has too little. Asks for less where the driver refuses.
+    fn reserve_range(&self, request: &Request, heap: usize) -> Result<(), Short> {
+        let chunk = self.chunk_bytes;
+        let round = |bytes: u64| bytes.div_ceil(chunk).checked_mul(chunk);
+        let needed = request.bytes().checked_add(chunk.max(GRANULE_SLACK)).and_then(round);
+        let Some(needed) = needed.filter(|&n| n <= 1 << 47) else {
+            return Err(Short::Fail(PoolError::TooLarge {
+                requested: request.requested_bytes() as usize,
+                element_bytes: 1,
+            }));
+        };
+        let wish = self.config.reserve_bytes.unwrap_or_else(|| self.driver.info().total_bytes.saturating_mul(2)) as u64;
+        let mut bytes = round(wish).unwrap_or(needed).clamp(needed, 1 << 47);
+        let (ptr, bytes) = loop {
+            match self.driver.address_reserve(bytes as usize, chunk as usize, None) {
+                Ok(ptr) => break (ptr, bytes),
+                Err(error) if bytes <= needed => return Err(short(error, needed)),
+                Err(_) => bytes = round(bytes / 2).unwrap_or(needed).max(needed),
+            }
+        };
+        let mut state = self.lock();
+        match state.heaps[heap].reserve_segment(ptr.0, bytes, chunk) {
+            Ok(segment) => {
+                let chunks = vec![None; (bytes / chunk) as usize];
+                *state.segment_backing(heap, segment) = Some(Backing::Range { ptr, bytes, chunks });
+                Ok(())
+            }
+            Err(_) => {
+                drop(state);
+                self.free_range(ptr, bytes);
+                Err(Short::Fail(PoolError::Internal("the driver reserved a range that the heap can not use")))
+            }
+        }
+    }
+
+    // ---- slab
+
+    fn grow_slab(
+        &self,
+        cold: &Cold<'_>,
+        request: &Request,
+        purpose: Purpose,
+        notices: &mut Notices,
+    ) -> Result<(), Short> {
+        let heap = purpose.index();
+        self.free_slot(cold, notices)?;
+        let mut bytes = {
+            let state = self.lock();
+            state.heaps[heap].plan_slab(request).max(self.config.slab_bytes as u64)
+        };
+        let outgrown = {
+            let mut state = self.lock();
+            let state = &mut *state;
+            let keep = bytes / 100 * self.config.slab_cached_percent as u64;
+            let streams = &state.streams;
+            state.heaps[heap].claim_outgrown(keep.max(1), &|k| State::usable(streams, k))
+        };
+        if !outgrown.is_empty() {
+            let parcels = outgrown.into_iter().map(|claim| Parcel::claim(heap, claim)).collect();
+            self.give_back(cold, parcels, Reason::GarbageCollection, Patience::Skip, notices)?;
+        }
+        // Where the rounded slab does not fit, one that just holds the request may.
+        let least = request.bytes() + request.align_bytes();
+        if let Some(over) = over_limit(&self.lock(), bytes) {
+            if bytes - least.min(bytes) < over {
+                return Err(Short::Limit(over - (bytes - least.min(bytes))));
+            }
+            bytes = least;
+        }
+        let ptr = match self.driver.malloc(bytes as usize) {
+            Err(error) if error.is_out_of_memory() && bytes > least => {
+                bytes = least;
+                self.driver.malloc(bytes as usize)
+            }
+            other => other,
+        };
+        let ptr = ptr.map_err(|e| short(e, bytes))?;
+        let mut state = self.lock();
+        match state.heaps[heap].add_segment(ptr.0, bytes) {
+            Ok(segment) => {
+                *state.segment_backing(heap, segment) = Some(Backing::Slab { ptr, bytes });
+                state.tally.segments.add(1);
+                state.counters.growths += 1;
+                state.note_reserved();
+                drop(state);
+                tracing::debug!(
+                    pool = self.id.0,
+                    bytes,
+                    segment = segment.index(),
+                    epoch = self.epoch_now(),
+                    "slab allocated"
+                );
+                Ok(())
+            }
+            Err(_) => {
+                drop(state);
+                self.free_slab(ptr);
+                Err(Short::Fail(PoolError::Internal("the driver handed out a slab that the heap can not use")))
+            }
+        }
+    }
+
+    /// Makes room in a full slab table: a slab goes back, by the one function.
+    fn free_slot(&self, cold: &Cold<'_>, notices: &mut Notices) -> Result<(), Short> {
+        let claim: Option<(usize, Claim)> = {
+            let mut state = self.lock();
+            let state = &mut *state;
+            let slabs: usize = state.heaps.iter().map(|h| h.segments().count()).sum();
+            if slabs < self.config.slab_slots {
+                return Ok(());
+            }
+            let streams = &state.streams;
+            state
+                .heaps
+                .iter_mut()
+                .enumerate()
+                .find_map(|(i, h)| Some((i, h.claim_slabs(1, &|k| State::usable(streams, k)).into_iter().next()?)))
+        };
+        let Some((heap, claim)) = claim else { return Err(Short::Slots) };
+        self.give_back(cold, vec![Parcel::claim(heap, claim)], Reason::SlotTable, Patience::Skip, notices)?;
+        Ok(())
+    }
+
+    pub(crate) fn epoch_now(&self) -> u64 {
+        self.lock().counters.epoch_bumps
+    }
+
+    pub(crate) fn keep_leftover(&self, leftover: Leftover) {
+        let mut state = self.lock();
+        state.leftovers.push(leftover);
+        state.note_reserved();
+    }
+}
+
+/// Address space on top of a request, so that alignment never makes it miss.
+const GRANULE_SLACK: u64 = 2 << 20;

@@ -1,0 +1,116 @@
+//! Remap repair: pages back under the addresses that a graph depends on.
+
+use std::ops::Range;
+
+use crate::core::SegmentKey;
+use crate::driver::DevicePtr;
+use crate::growth::{Short, over_limit, short};
+use crate::register::judge;
+use crate::shared::{Cold, Notices, Shared};
+use crate::state::Home;
+use crate::victims::Need;
+use crate::{Bad, BadReason, PoolError, Purpose, Reback, Stale};
+
+/// A block whose pages are missing.
+struct Hole {
+    record: usize,
+    home: Home,
+    segment: SegmentKey,
+    chunks: Vec<Range<u32>>,
+}
+
+impl Shared {
+    pub(crate) fn reback(&self, graph: usize) -> Result<Vec<Reback>, PoolError> {
+        let mut notices = Notices::default();
+        let result = {
+            let cold = self.cold();
+            self.retry_leftovers(&cold, &mut notices);
+            self.reback_cold(&cold, graph, &mut notices)
+        };
+        notices.deliver();
+        result
+    }
+
+    fn reback_cold(&self, cold: &Cold<'_>, graph: usize, notices: &mut Notices) -> Result<Vec<Reback>, PoolError> {
+        for hole in self.holes(graph)? {
+            self.fill(cold, graph, &hole, notices)?;
+        }
+        let mut state = self.lock();
+        let state = &mut *state;
+        let mut again = Vec::new();
+        let Some(g) = state.graphs.get_mut(graph) else { return Ok(again) };
+        for dep in &mut g.deps {
+            let Some(record) = state.records.get(dep.record) else { continue };
+            let dependency = &mut dep.dependency;
+            if judge(record, dependency) != Some(BadReason::Unbacked) || record.unbacked {
+                continue;
+            }
+            dependency.token.backing = record.backing;
+            dependency.token.content = record.content;
+            again.push(Reback {
+                ptr: DevicePtr(record.ptr + dependency.offset_bytes as u64),
+                bytes: dependency.bytes,
+                clear: dependency.use_ == crate::Use::ZeroedScratch,
+            });
+        }
+        Ok(again)
+    }
+
+    /// What pages can repair; a refusal if something else is wrong too.
+    fn holes(&self, graph: usize) -> Result<Vec<Hole>, Stale> {
+        let state = self.lock();
+        let pool = self.id;
+        let evicted = || Stale { pool, evicted: true, bad: Vec::new() };
+        let g = state.graphs.get(graph).filter(|g| !g.evicted && !g.lease.is_dead()).ok_or_else(evicted)?;
+        let mut holes: Vec<Hole> = Vec::new();
+        let mut bad = Vec::new();
+        for (index, dep) in g.deps.iter().enumerate() {
+            let Some(record) = state.records.get(dep.record) else { continue };
+            let Some(reason) = judge(record, &dep.dependency) else { continue };
+            if reason != BadReason::Unbacked || !dep.dependency.use_.is_scratch() {
+                bad.push(Bad { index, dependency: dep.dependency, reason });
+                continue;
+            }
+            if !record.unbacked || holes.iter().any(|h| h.record == dep.record) {
+                continue;
+            }
+            let Some(home) = record.home() else { continue };
+            let Some(block) = state.heaps[home.heap].block(home.block) else { continue };
+            let chunks = state.heaps[home.heap].missing_chunks(home.block);
+            holes.push(Hole { record: dep.record, home, segment: block.segment, chunks });
+        }
+        if bad.is_empty() { Ok(holes) } else { Err(Stale { pool, evicted: false, bad }) }
+    }
+
+    fn fill(&self, cold: &Cold<'_>, graph: usize, hole: &Hole, notices: &mut Notices) -> Result<(), PoolError> {
+        let bytes: u64 = hole.chunks.iter().map(|r| r.len() as u64 * self.chunk_bytes).sum();
+        loop {
+            let over = over_limit(&self.lock(), bytes);
+            let shortage = match over {
+                Some(over) => Short::Limit(over),
+                None => match self.map_chunks(cold, hole.home.heap, hole.segment, &hole.chunks) {
+                    Ok(()) => break,
+                    Err(error) => short(error, bytes),
+                },
+            };
+            let (short_bytes, driver) = match shortage {
+                Short::Limit(over) => (over, None),
+                Short::Driver(error, bytes) => (bytes, Some(error)),
+                Short::Slots => (bytes, None),
+                Short::Fail(error) => return Err(error),
+            };
+            let need = Need { short_bytes, request: None, keep: Some(graph) };
+            if !self.relieve(cold, &need, notices)? {
+                let purpose = Purpose::ALL[hole.home.heap.min(2)];
+                return Err(self.out_of_memory(bytes as usize, purpose, driver));
+            }
+        }
+        let mut state = self.lock();
+        if let Some(record) = state.records.get_mut(hole.record) {
+            record.unbacked = false;
+        }
+        state.counters.rebacks += 1;
+        tracing::debug!(pool = self.id.0, bytes, epoch = state.counters.epoch_bumps, "backed again");
+        Ok(())
+    }
+}
