@@ -117,7 +117,7 @@ impl GraphCache {
                 && !entry.is_invalid()
                 && let Some(launched) = graph.launch()
             {
-                tempo.launched();
+                tempo.ran();
                 drop(slot);
                 return match launched {
                     Ok(()) => {

@@ -4,9 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use evergraph_pool::driver::{CaptureMode, DevicePtr, DriverResult, DynDriver};
-use evergraph_pool::{
-    Dependent, HandedOut, Hold, PoolError, Registration, Resolved, ScratchPolicy, Stream, Use, Window, mutant,
-};
+use evergraph_pool::{Dependent, HandedOut, Hold, Registration, Resolved, ScratchPolicy, Stream, Use, Window, mutant};
 use smallvec::SmallVec;
 
 use crate::graph::OwnedGraph;
@@ -184,9 +182,6 @@ impl Audit<'_> {
         {
             scan.opaque.get_or_insert(why);
         }
-        if scan.opaque.is_some() && !mutant::is("cache.opaque-unpinned") {
-            self.pin_all(&handed_out)?;
-        }
         Ok(pinned)
     }
 
@@ -238,26 +233,5 @@ impl Audit<'_> {
             }
         }
         Ok(true)
-    }
-
-    /// An opaque graph may use more than anybody can see: what is known of it stays where it is.
-    fn pin_all(&self, handed_out: &[HandedOut]) -> Result<(), CacheError> {
-        let window_of = |pool| self.windows.iter().find(|w| w.pool_id() == pool);
-        for dependency in self.notes.declared.borrow().iter() {
-            if let Some(window) = window_of(dependency.token.allocation.pool()) {
-                let d = dependency;
-                window.declare(d.token, d.use_, d.offset_bytes, d.bytes, Hold::Strong)?;
-            }
-        }
-        for handed in handed_out {
-            if let Some(window) = window_of(handed.token.allocation.pool()) {
-                match window.declare(handed.token, Use::Scratch, 0, handed.bytes, Hold::Strong) {
-                    // A temporary that the window reused: the block is pinned through its last owner.
-                    Err(PoolError::StaleToken { .. }) => {}
-                    result => result?,
-                }
-            }
-        }
-        Ok(())
     }
 }

@@ -40,6 +40,8 @@ pub(crate) struct State {
     pub(crate) captured: bool,
     /// Captured again too often: its memory is pinned from now on.
     pub(crate) pinned: bool,
+    /// Its repair was put off: the last run was eager because that was cheaper.
+    pub(crate) put_off: bool,
     pub(crate) tempo: Tempo,
 }
 
@@ -129,7 +131,7 @@ pub(crate) struct Tempo {
 }
 
 impl Tempo {
-    pub(crate) fn launched(&mut self) {
+    pub(crate) fn ran(&mut self) {
         self.runs += 1;
     }
 
@@ -160,7 +162,7 @@ mod tests {
         let mut tempo = Tempo::default();
         let storms = |tempo: &mut Tempo, runs: u64| {
             (0..9).any(|_| {
-                (0..runs).for_each(|_| tempo.launched());
+                (0..runs).for_each(|_| tempo.ran());
                 tempo.recaptured(8, 64)
             })
         };
@@ -173,7 +175,7 @@ mod tests {
         let mut tempo = Tempo::default();
         assert!(tempo.stale() >= 16.0, "the first time says little");
         for _ in 0..20 {
-            tempo.launched();
+            tempo.ran();
             tempo.stale();
         }
         assert!(tempo.stale() < 1.5);

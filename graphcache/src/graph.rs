@@ -3,7 +3,9 @@
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Weak};
 
-use evergraph_pool::driver::{CaptureMode, DriverErrorKind, DriverResult, DynDriver, ExecHandle, GraphHandle};
+use evergraph_pool::driver::{
+    CaptureMode, DevicePtr, DriverErrorKind, DriverResult, DynDriver, ExecHandle, GraphHandle,
+};
 use evergraph_pool::handshake::{Epoch, Launcher, Lease, Proven};
 use evergraph_pool::{AllocationId, BadReason, Dependent, Registration, RetireReason, Retired, Stale, Stream, mutant};
 use smallvec::SmallVec;
@@ -120,22 +122,18 @@ pub(crate) struct Exec {
 }
 
 impl Exec {
-    pub(crate) fn instantiate(
-        stream: &Stream,
-        graph: OwnedGraph,
-        shape: Shape,
-        keeps: SmallVec<[Keep; 4]>,
-        tally: &Arc<Tally>,
-    ) -> Result<Self, (evergraph_pool::driver::DriverError, Uninstantiated)> {
-        let driver = Arc::clone(stream.driver());
-        match driver.instantiate(graph.handle) {
-            Ok(handle) => {
-                tally.created.one();
-                let tally = Arc::clone(tally);
-                Ok(Self { driver, handle, stream: stream.clone(), in_flight: false, tally, graph, shape, keeps })
-            }
-            Err(error) => Err((error, Uninstantiated { graph, shape, keeps })),
-        }
+    /// `handle` is `graph`'s exec, just instantiated.
+    pub(crate) fn new(stream: &Stream, handle: ExecHandle, recipe: Recipe, tally: &Arc<Tally>) -> Self {
+        tally.created.one();
+        let Recipe { graph, shape, keeps } = recipe;
+        let (driver, tally) = (Arc::clone(stream.driver()), Arc::clone(tally));
+        Self { driver, handle, stream: stream.clone(), in_flight: false, tally, graph, shape, keeps }
+    }
+
+    /// The driver has updated the exec from `recipe`'s graph.
+    pub(crate) fn refill(&mut self, recipe: Recipe) {
+        let Recipe { graph, shape, keeps } = recipe;
+        (self.graph, self.shape, self.keeps) = (graph, shape, keeps);
     }
 
     /// Waits on the host until no run is in flight: a graph in flight is neither updated nor destroyed.
@@ -160,9 +158,9 @@ impl Drop for Exec {
     }
 }
 
-/// What a failed instantiation gives back.
+/// What an exec is made of.
 #[derive(Debug)]
-pub(crate) struct Uninstantiated {
+pub(crate) struct Recipe {
     pub(crate) graph: OwnedGraph,
     pub(crate) shape: Shape,
     pub(crate) keeps: SmallVec<[Keep; 4]>,
@@ -187,6 +185,8 @@ pub(crate) struct Graph {
     pub(crate) launches: u64,
     pub(crate) opaque: Option<String>,
     pub(crate) bytes: usize,
+    /// Zeroed scratch of its own window.
+    pub(crate) zeroed: Vec<(DevicePtr, usize)>,
     /// The allocations that the request named when it was captured.
     pub(crate) bound: SmallVec<[AllocationId; 4]>,
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use evergraph_pool::driver::UpdateResult;
+use evergraph_pool::driver::{DevicePtr, DriverError, DriverResult, UpdateResult};
 use evergraph_pool::handshake::{Launcher, Proven};
 use evergraph_pool::{Dependent, Hold, Registration, ScratchPolicy, Stale, mutant};
 use smallvec::SmallVec;
@@ -12,13 +12,13 @@ use crate::cache::Inner;
 use crate::capture::{Captured, Failure, capture};
 use crate::cost::Step;
 use crate::entry::CheckedOut;
-use crate::graph::{Exec, Graph, Handle, Part, lost_content, only_retiring};
+use crate::graph::{Exec, Graph, Handle, Part, Recipe, lost_content, only_retiring};
 use crate::outcome::{Cause, Outcome, Ran};
 use crate::scope::Notes;
 use crate::{CacheError, Request, Scope};
 
-/// A miss names one request; each try finds at most one more.
-const CAPTURE_TRIES: u32 = 32;
+/// A miss names one request. After that many the closure runs once eagerly, which readies all of them.
+const GROWTHS: u32 = 1;
 /// Walks and repairs before the closure runs instead.
 const ROUNDS: u32 = 8;
 
@@ -77,6 +77,7 @@ impl<E: From<CacheError>> Run<'_, '_, E> {
     }
 
     fn eager(&mut self, cause: Cause) -> Result<Outcome, E> {
+        self.work.state.tempo.ran();
         self.inner.eager(self.request, self.body, cause)
     }
 
@@ -152,21 +153,26 @@ impl<E: From<CacheError>> Run<'_, '_, E> {
             _ => (Step::Capture, recapture_us),
         };
         let eager_us = costs.predict(Step::Eager, nodes);
-        if eager_us < repair_us / life + costs.launch_us() { Step::Eager } else { step }
+        // Never twice in a row: what disturbed the graph may be over.
+        let eager = eager_us < repair_us / life + costs.launch_us() && !self.work.state.put_off;
+        self.work.state.put_off = eager;
+        if eager { Step::Eager } else { step }
     }
 
     /// Puts pages back under unbacked scratch and clears what must start as zero.
     fn remap(&mut self) -> Result<(), CacheError> {
         let Some(graph) = &self.work.state.graph else { return Ok(()) };
         let start = Instant::now();
-        let stream = self.request.stream;
         let mut bytes = 0;
         for part in &graph.parts {
             for reback in part.registration.reback()? {
                 bytes += reback.bytes;
-                if reback.clear && !mutant::is("cache.zeroed-not-cleared") {
-                    stream.driver().bind()?;
-                    stream.driver().memset_d8(reback.ptr, 0, reback.bytes, stream.handle())?;
+                if reback.clear {
+                    self.clear(reback.ptr, reback.bytes)?;
+                }
+                let back = reback.ptr.0..reback.ptr.0 + reback.bytes as u64;
+                for &(ptr, bytes) in graph.zeroed.iter().filter(|(ptr, _)| back.contains(&ptr.0)) {
+                    self.clear(ptr, bytes)?;
                 }
             }
         }
@@ -174,6 +180,16 @@ impl<E: From<CacheError>> Run<'_, '_, E> {
             self.inner.costs.measured(Step::Remap, bytes, start.elapsed());
         }
         Ok(())
+    }
+
+    /// Clears scratch that the work expects to start as zero, in stream order before the launch.
+    fn clear(&self, ptr: DevicePtr, bytes: usize) -> DriverResult<()> {
+        if mutant::is("cache.zeroed-not-cleared") {
+            return Ok(());
+        }
+        let stream = self.request.stream;
+        stream.driver().bind()?;
+        stream.driver().memset_d8(ptr, 0, bytes, stream.handle())
     }
 
     fn first_capture(&mut self) -> Result<Outcome, E> {
@@ -229,7 +245,7 @@ impl<E: From<CacheError>> Run<'_, '_, E> {
             return self.eager(Cause::Full);
         }
 
-        let (exec, updated) = match self.exec(old, graph, shape, keeps) {
+        let (exec, updated) = match self.exec(old, Recipe { graph, shape, keeps }) {
             Ok(done) => done,
             Err(error) => {
                 self.inner.set_bytes(&self.work.entry.key, 0);
@@ -248,80 +264,74 @@ impl<E: From<CacheError>> Run<'_, '_, E> {
             .into_iter()
             .map(|r| Part { epoch: Arc::clone(r.epoch()), proven: Proven::NONE, registration: r })
             .collect();
+        for &(ptr, bytes) in &zeroed {
+            if let Err(error) = self.clear(ptr, bytes) {
+                self.inner.set_bytes(&self.work.entry.key, 0);
+                return Err(self.refused(error));
+            }
+        }
         let bound = SmallVec::from_slice(self.request.bound);
-        self.work.state.graph = Some(Graph { launcher, exec, parts, handle, launches: 0, opaque, bytes, bound });
+        let graph = Graph { launcher, exec, parts, handle, launches: 0, opaque, bytes, zeroed, bound };
+        self.work.state.graph = Some(graph);
         let ran = match (self.work.state.captured, updated) {
             (false, _) => Ran::Captured,
             (true, true) => Ran::Updated,
             (true, false) => Ran::Recaptured,
         };
         self.work.state.captured = true;
-        let stream = self.request.stream;
-        for (ptr, bytes) in zeroed {
-            let cleared = stream.driver().bind();
-            cleared
-                .and_then(|()| stream.driver().memset_d8(ptr, 0, bytes, stream.handle()))
-                .map_err(|e| self.refused(e))?;
-        }
         self.first_launch(ran, cause)
     }
 
     /// Captures, growing the pool outside the window where memory was not ready inside it.
     fn capture(&mut self, handle: &Arc<Handle>) -> Result<Captured, Failure<E>> {
         let dependent: Arc<dyn Dependent> = Arc::clone(handle) as _;
-        let (policy, hold) = if self.work.state.pinned {
-            (ScratchPolicy::Pin, Hold::Strong)
-        } else {
-            (self.request.policy.clone(), Hold::Weak)
-        };
-        let mut tries = 0;
+        let mut growths = 0;
+        let mut pin = self.work.state.pinned;
         loop {
+            let (policy, hold) = match &self.request.policy {
+                // What is in an arena stays where it is anyway.
+                ScratchPolicy::Shared(arena) => {
+                    (ScratchPolicy::Shared(arena.clone()), if pin { Hold::Strong } else { Hold::Weak })
+                }
+                _ if pin => (ScratchPolicy::Pin, Hold::Strong),
+                policy => (policy.clone(), Hold::Weak),
+            };
             let Inner { config, layouts, .. } = &**self.inner;
             let result = capture(self.request, &dependent, &policy, hold, config, layouts, self.body);
             match result {
-                Err(Failure::Miss(miss)) if tries < CAPTURE_TRIES => {
+                Err(Failure::Miss(miss)) => {
                     self.inner.tally.window_misses.one();
-                    tries += 1;
-                    let Some(pool) = self.request.pools().find(|pool| pool.id() == miss.pool) else {
+                    let pool = self.request.pools().find(|pool| pool.id() == miss.pool);
+                    let grown = growths < GROWTHS
+                        && pool.is_some_and(|pool| {
+                            pool.reserve(miss.requested_bytes, miss.purpose, self.request.stream).is_ok()
+                        });
+                    if !grown {
                         return Err(Failure::Miss(miss));
-                    };
-                    while pool.reserve(miss.requested_bytes, miss.purpose, self.request.stream).is_err() {
-                        if !self.inner.evict_one(&self.work.entry.key) {
-                            return Err(Failure::Miss(miss));
-                        }
                     }
+                    growths += 1;
                 }
-                Err(Failure::Error(error)) => {
-                    return Err(Failure::Error(error));
-                }
+                // An opaque graph may use more than anybody can see: what is known of it stays where it is.
+                Ok(captured) if captured.opaque.is_some() && !pin && !mutant::is("cache.opaque-unpinned") => pin = true,
                 result => return result,
             }
         }
     }
 
     /// Puts a captured graph into the old exec where that is proven, else into a new one; the old one goes first.
-    fn exec(
-        &mut self,
-        old: Option<Exec>,
-        graph: crate::graph::OwnedGraph,
-        shape: crate::scan::Shape,
-        keeps: SmallVec<[crate::scope::Keep; 4]>,
-    ) -> Result<(Exec, bool), evergraph_pool::driver::DriverError> {
+    fn exec(&mut self, old: Option<Exec>, recipe: Recipe) -> Result<(Exec, bool), DriverError> {
         let driver = self.request.stream.driver();
-        let nodes = shape.nodes.len();
+        let nodes = recipe.shape.nodes.len();
         let mut old = old;
-        if let Some(mut exec) =
-            old.take_if(|exec| exec.shape.proves_update_to(&shape) || mutant::is("cache.update-believed"))
-        {
+        let alike = |exec: &mut Exec| exec.shape.proves_update_to(&recipe.shape);
+        if let Some(mut exec) = old.take_if(|exec| alike(exec) || mutant::is("cache.update-believed")) {
             exec.settle();
             let start = Instant::now();
             driver.bind()?;
-            match driver.exec_update(exec.handle, graph.handle()) {
+            match driver.exec_update(exec.handle, recipe.graph.handle()) {
                 Ok(UpdateResult::Updated) => {
                     self.inner.costs.measured(Step::Update, nodes, start.elapsed());
-                    exec.graph = graph;
-                    exec.shape = shape;
-                    exec.keeps = keeps;
+                    exec.refill(recipe);
                     return Ok((exec, true));
                 }
                 // Refused or failed: the exec is as it was, and goes.
@@ -335,23 +345,16 @@ impl<E: From<CacheError>> Run<'_, '_, E> {
         }
         let start = Instant::now();
         driver.bind()?;
-        let mut result = Exec::instantiate(self.request.stream, graph, shape, keeps, &self.inner.tally);
-        drop(old);
-        loop {
-            match result {
-                Ok(exec) => {
-                    self.inner.costs.measured(Step::Instantiate, nodes, start.elapsed());
-                    return Ok((exec, false));
-                }
-                Err((error, parts)) => {
-                    if !error.is_out_of_memory() || !self.inner.evict_one(&self.work.entry.key) {
-                        return Err(error);
-                    }
-                    let tally = &self.inner.tally;
-                    result = Exec::instantiate(self.request.stream, parts.graph, parts.shape, parts.keeps, tally);
-                }
+        let handle = loop {
+            match driver.instantiate(recipe.graph.handle()) {
+                Ok(handle) => break handle,
+                Err(error) if error.is_out_of_memory() && self.inner.evict_one(&self.work.entry.key) => {}
+                Err(error) => return Err(error),
             }
-        }
+        };
+        self.inner.costs.measured(Step::Instantiate, nodes, start.elapsed());
+        drop(old);
+        Ok((Exec::new(self.request.stream, handle, recipe, &self.inner.tally), false))
     }
 
     /// A new graph proves its epoch by a walk, like any other: somebody may have retired memory since its window
@@ -376,7 +379,7 @@ impl<E: From<CacheError>> Run<'_, '_, E> {
     fn launch(&mut self, ran: Ran, cause: Option<Cause>) -> Result<Option<Outcome>, E> {
         let state = &mut self.work.state;
         let Some(launched) = state.graph.as_mut().and_then(Graph::launch) else { return Ok(None) };
-        state.tempo.launched();
+        state.tempo.ran();
         launched.map_err(|e| self.inner.refused::<E>(e))?;
         let tally = &self.inner.tally;
         match ran {
