@@ -103,6 +103,19 @@ pub enum Error {
         /// What to do.
         advice: String,
     },
+    /// The memory pool: out of memory with its report, or a refused request.
+    #[error("{source}{}", pool_advice(.source))]
+    Pool {
+        /// What the pool said.
+        #[from]
+        source: evergraph_pool::PoolError,
+    },
+    /// An op that does not fit its tensors, or a kernel that could not be launched.
+    #[error("{0}")]
+    Kernel(#[from] evergraph_kernels::KernelError),
+    /// A driver call failed.
+    #[error("{0}")]
+    Driver(#[from] evergraph_pool::driver::DriverError),
     /// A check that did not hold.
     #[error("a check did not hold: {0}")]
     CheckFailed(String),
@@ -145,6 +158,10 @@ impl Error {
     pub(crate) fn argument(name: &'static str, expected: impl Into<String>, found: impl fmt::Display) -> Self {
         Self::Argument { name, expected: expected.into(), found: found.to_string() }
     }
+}
+
+fn pool_advice(error: &evergraph_pool::PoolError) -> &'static str {
+    if error.is_out_of_memory() { "; try: a larger --mem-limit, a smaller -c, or smaller -b and -ub" } else { "" }
 }
 
 /// Why a model file was refused, and where in it.

@@ -5,6 +5,7 @@
 use std::fs::File;
 use std::path::Path;
 
+use evergraph_pool::HostMemory;
 use memmap2::{Mmap, MmapOptions};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
@@ -80,6 +81,14 @@ impl AsRef<[u8]> for Bytes {
             Kind::Mapped(map) => map,
             Kind::Memory { lines, bytes } => &lines.as_slice().as_bytes()[..*bytes],
         }
+    }
+}
+
+// SAFETY: a mapping and a vector that is never touched again keep their address and length; the mapping is
+// private and read-only, and what other processes may do to the file is documented on the type.
+unsafe impl HostMemory for Bytes {
+    fn bytes(&self) -> &[u8] {
+        self.as_ref()
     }
 }
 

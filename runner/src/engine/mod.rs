@@ -1,0 +1,11 @@
+//! A model at work: a device with its pool, kernels and graphs, and one sequence of tokens on it.
+
+mod runtime;
+mod session;
+mod step;
+
+pub use runtime::StepKey;
+pub use runtime::{PoolMode, Runtime, RuntimeConfig};
+pub use session::{KvType, Session, SessionConfig};
+pub use step::Step;
+pub(crate) use step::{tensor_bytes, view_of};

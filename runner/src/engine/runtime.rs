@@ -1,0 +1,122 @@
+//! One device: driver, pool, stream, kernels, graphs.
+
+use std::sync::Arc;
+
+use evergraph_kernels::Kernels;
+pub use evergraph_pool::PoolMode;
+use evergraph_pool::driver::host::{HostConfig, HostDevice};
+use evergraph_pool::driver::{DeviceOrdinal, DynDriver};
+use evergraph_pool::{Pool, PoolConfig, Stream, Tracked, Use};
+
+use super::step::Step;
+use crate::error::Result;
+
+/// How a device's memory and graphs are set up.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct RuntimeConfig {
+    /// How the pool gets memory.
+    pub mode: PoolMode,
+    /// Most bytes that the pool may take from the device; none means all there is.
+    pub limit_bytes: Option<usize>,
+    /// Whether steps are captured and replayed.
+    pub graphs: bool,
+}
+
+impl Default for RuntimeConfig {
+    fn default() -> Self {
+        Self { mode: PoolMode::Vmm, limit_bytes: None, graphs: true }
+    }
+}
+
+/// A device ready for work.
+#[derive(Debug)]
+pub struct Runtime {
+    // Graphs hold kernels, kernels and stream hold the driver: dropped in this order.
+    kernels: Kernels,
+    stream: Stream,
+    pool: Pool,
+    config: RuntimeConfig,
+}
+
+impl Runtime {
+    /// Takes a host device of its own.
+    ///
+    /// # Errors
+    /// Those of the driver and the pool.
+    pub fn host(config: RuntimeConfig) -> Result<Self> {
+        Self::new(HostDevice::new(HostConfig::default())?, config)
+    }
+
+    /// Takes a device by its driver.
+    ///
+    /// # Errors
+    /// Those of the driver and the pool.
+    pub fn new(driver: DynDriver, config: RuntimeConfig) -> Result<Self> {
+        let mut pool_config = PoolConfig::new(config.mode);
+        pool_config.limit_bytes = config.limit_bytes;
+        let pool = Pool::new(Arc::clone(&driver), pool_config)?;
+        let stream = Stream::new(&driver)?;
+        let kernels = Kernels::load(driver)?;
+        Ok(Self { kernels, stream, pool, config })
+    }
+
+    /// The pool.
+    #[must_use]
+    pub fn pool(&self) -> &Pool {
+        &self.pool
+    }
+
+    /// The stream that all steps run on.
+    #[must_use]
+    pub fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
+    /// The kernels.
+    #[must_use]
+    pub fn kernels(&self) -> &Kernels {
+        &self.kernels
+    }
+
+    /// The device's number.
+    #[must_use]
+    pub fn device(&self) -> DeviceOrdinal {
+        self.pool.device()
+    }
+
+    /// The settings.
+    #[must_use]
+    pub fn config(&self) -> &RuntimeConfig {
+        &self.config
+    }
+
+    /// Runs one step: `build` puts the ops together, with scratch from the pool; `uses` is what they need
+    /// besides. With graphs on, a step of the same key is captured and then replayed without `build`, so the
+    /// key must tell apart everything that `build` depends on.
+    ///
+    /// # Errors
+    /// Those of `build`, the pool, the graph cache and the driver.
+    pub fn step(
+        &self,
+        key: StepKey,
+        uses: &[(&dyn Tracked, Use)],
+        build: impl Fn(&mut Step<'_>) -> Result<()>,
+    ) -> Result<()> {
+        let _ = (key, uses);
+        let mut step = Step::new(self.device(), &|bytes| Ok(self.pool.alloc(bytes, &self.stream)?));
+        build(&mut step)?;
+        step.launch(&self.kernels, self.stream.handle())
+    }
+}
+
+/// What tells one captured step from another: the sequence it belongs to, what it does, and its shape.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct StepKey {
+    /// The sequence, by its process-unique number.
+    pub session: u64,
+    /// What the step does.
+    pub what: &'static str,
+    /// The shape of the work.
+    pub shape: [usize; 3],
+}

@@ -1,0 +1,389 @@
+//! One sequence of tokens: its cache, its place, its sampling state, all at fixed addresses.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use evergraph_kernels::ops::{Advance, Sample, SampleState, TensorView};
+use evergraph_kernels::quant::QuantType;
+use evergraph_pool::{DeviceSlice, Element, Purpose, Tracked, Use};
+
+use super::runtime::{Runtime, StepKey};
+use super::step::view_of;
+use crate::error::{Error, Result};
+use crate::models::{Decoder, KvCache, Taps};
+use crate::sampling::Sampling;
+
+/// Element type of a cache.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum KvType {
+    /// 32-bit floats.
+    F32,
+    /// 16-bit floats.
+    #[default]
+    F16,
+    /// The upper half of 32-bit floats.
+    Bf16,
+}
+
+impl KvType {
+    /// As a tensor type.
+    #[must_use]
+    pub fn quant_type(self) -> QuantType {
+        match self {
+            Self::F32 => QuantType::F32,
+            Self::F16 => QuantType::F16,
+            Self::Bf16 => QuantType::BF16,
+        }
+    }
+}
+
+/// How a sequence is set up.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub struct SessionConfig {
+    /// Most tokens in the sequence; none means as many as the model was made for.
+    pub context: Option<usize>,
+    /// Most tokens in one step.
+    pub ubatch: usize,
+    /// Types of the key and value caches.
+    pub kv: (KvType, KvType),
+    /// Rows of logits made at a time, where logits of many positions are asked for.
+    pub logit_rows: usize,
+    /// Whether the output of each block is kept, for tests and debugging.
+    pub taps: bool,
+}
+
+impl Default for SessionConfig {
+    fn default() -> Self {
+        Self { context: None, ubatch: 512, kv: (KvType::F16, KvType::F16), logit_rows: 1, taps: false }
+    }
+}
+
+/// A sequence of tokens on a model.
+///
+/// # Reuse and capture
+/// What changes from token to token (the token, its position, the sampling state) lies in device memory at
+/// fixed addresses, so that every decode step is the same graph.
+#[derive(Debug)]
+pub struct Session {
+    runtime: Arc<Runtime>,
+    model: Arc<Decoder>,
+    id: u64,
+    context: usize,
+    ubatch: usize,
+    logit_rows: usize,
+    cache: KvCache,
+    io: Buffers,
+    /// Tokens in the cache.
+    taken: usize,
+    /// Tokens of the last step of a prompt.
+    last_batch: usize,
+}
+
+/// Everything that steps read and write besides weights, cache and scratch.
+#[derive(Debug)]
+struct Buffers {
+    ids: Buffer<i32>,
+    positions: Buffer<i32>,
+    hidden: Buffer<f32>,
+    logits: Buffer<f32>,
+    token: Buffer<i32>,
+    position: Buffer<i32>,
+    recent: Buffer<i32>,
+    state: Buffer<SampleState>,
+    taps: Vec<Buffer<f32>>,
+}
+
+#[derive(Debug)]
+struct Buffer<T: Element> {
+    slice: DeviceSlice<T>,
+    view: TensorView,
+}
+
+impl<T: Element> Buffer<T> {
+    fn new(runtime: &Runtime, name: &str, ty: QuantType, shape: &[usize]) -> Result<Self> {
+        let len = super::step::tensor_bytes(ty, shape)? / size_of::<T>();
+        let slice = runtime.pool().alloc_for::<T>(len, Purpose::State, runtime.stream())?;
+        let view = view_of(&slice, name, runtime.device(), ty, shape)?;
+        Ok(Self { slice, view })
+    }
+
+    /// The first rows.
+    fn first(&self, rows: usize) -> Result<TensorView> {
+        Ok(self.view.narrow(0, 0, rows)?)
+    }
+}
+
+impl Buffers {
+    fn uses(&self) -> impl Iterator<Item = (&dyn Tracked, Use)> {
+        let fixed: [&dyn Tracked; 8] = [
+            &self.ids.slice,
+            &self.positions.slice,
+            &self.hidden.slice,
+            &self.logits.slice,
+            &self.token.slice,
+            &self.position.slice,
+            &self.recent.slice,
+            &self.state.slice,
+        ];
+        let taps = self.taps.iter().map(|tap| &tap.slice as &dyn Tracked);
+        fixed.into_iter().chain(taps).map(|tracked| (tracked, Use::State))
+    }
+}
+
+impl Session {
+    /// An empty sequence.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for sizes that make no sense; out of memory, and what else the pool says.
+    pub fn new(runtime: Arc<Runtime>, model: Arc<Decoder>, config: SessionConfig) -> Result<Self> {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        let context = config.context.unwrap_or(model.context);
+        if !(1..=i32::MAX as usize).contains(&context) {
+            return Err(Error::argument("-c", "a number from 1 to 2147483647", context));
+        }
+        if config.ubatch == 0 {
+            return Err(Error::argument("-ub", "at least 1", config.ubatch));
+        }
+        let ubatch = config.ubatch.min(context);
+        let logit_rows = config.logit_rows.clamp(1, ubatch);
+        let (width, vocabulary) = (model.width, model.vocabulary);
+        let runs = &*runtime;
+        let outputs = if config.taps { model.blocks.len() + 1 } else { 0 };
+        let io = Buffers {
+            ids: Buffer::new(runs, "token ids", QuantType::I32, &[ubatch])?,
+            positions: Buffer::new(runs, "positions", QuantType::I32, &[ubatch])?,
+            hidden: Buffer::new(runs, "last hidden states", QuantType::F32, &[ubatch, width])?,
+            logits: Buffer::new(runs, "logits", QuantType::F32, &[logit_rows, vocabulary])?,
+            token: Buffer::new(runs, "next token", QuantType::I32, &[1])?,
+            position: Buffer::new(runs, "next position", QuantType::I32, &[1])?,
+            recent: Buffer::new(runs, "recent tokens", QuantType::I32, &[context])?,
+            state: Buffer::new(runs, "sampling state", QuantType::I8, &[SampleState::BYTES])?,
+            taps: (0..outputs)
+                .map(|index| Buffer::new(runs, &format!("output {index}"), QuantType::F32, &[ubatch, width]))
+                .collect::<Result<_>>()?,
+        };
+        let cache = KvCache::new(runs, &model.blocks, context, ubatch, config.kv)?;
+        let id = NEXT.fetch_add(1, Ordering::Relaxed);
+        Ok(Self { runtime, model, id, context, ubatch, logit_rows, cache, io, taken: 0, last_batch: 0 })
+    }
+
+    /// Tokens so far.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.taken
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.taken == 0
+    }
+
+    /// Most tokens there can be.
+    #[must_use]
+    pub fn context(&self) -> usize {
+        self.context
+    }
+
+    /// Rows of logits made at a time.
+    #[must_use]
+    pub fn logit_rows(&self) -> usize {
+        self.logit_rows
+    }
+
+    /// Bytes of the key and value caches.
+    #[must_use]
+    pub fn cache_bytes(&self) -> usize {
+        self.cache.bytes()
+    }
+
+    /// The model.
+    #[must_use]
+    pub fn model(&self) -> &Arc<Decoder> {
+        &self.model
+    }
+
+    /// The device it runs on.
+    #[must_use]
+    pub fn runtime(&self) -> &Arc<Runtime> {
+        &self.runtime
+    }
+
+    /// Forgets all tokens. Memory and graphs stay.
+    pub fn clear(&mut self) {
+        self.taken = 0;
+        self.last_batch = 0;
+    }
+
+    fn key(&self, what: &'static str, shape: [usize; 3]) -> StepKey {
+        StepKey { session: self.id, what, shape }
+    }
+
+    fn run(&self, key: StepKey, build: impl Fn(&mut super::Step<'_>) -> Result<()>) -> Result<()> {
+        let mut uses = self.model.uses();
+        uses.extend(self.cache.uses());
+        uses.extend(self.io.uses());
+        self.runtime.step(key, &uses, build)
+    }
+
+    /// Appends tokens, as many at a time as fit a step. After each step `each` gets the session, the number of
+    /// the step's first token within `tokens` and the number of its tokens; there it may ask for
+    /// [`logits`](Self::logits).
+    ///
+    /// # Errors
+    /// [`Error::ContextFull`] before anything is done, [`Error::TokenId`], those of the device and of `each`.
+    pub fn feed(&mut self, tokens: &[u32], mut each: impl FnMut(&mut Self, usize, usize) -> Result<()>) -> Result<()> {
+        let vocabulary = self.model.vocabulary;
+        let all = self.taken.saturating_add(tokens.len());
+        if all > self.context {
+            return Err(Error::ContextFull { tokens: all, context: self.context });
+        }
+        if let Some(&id) = tokens.iter().find(|&&id| id as usize >= vocabulary) {
+            return Err(Error::TokenId { id: id.into(), vocabulary });
+        }
+        for (number, batch) in tokens.chunks(self.ubatch).enumerate() {
+            self.feed_batch(batch)?;
+            each(self, number * self.ubatch, batch.len())?;
+        }
+        Ok(())
+    }
+
+    fn feed_batch(&mut self, batch: &[u32]) -> Result<()> {
+        let count = batch.len();
+        // Both fit: ids are below the vocabulary, positions below the context.
+        let ids: Vec<i32> = batch.iter().map(|&id| id as i32).collect();
+        let positions: Vec<i32> = (self.taken..self.taken + count).map(|position| position as i32).collect();
+        self.runtime.stream().upload(&ids, &self.io.ids.slice)?;
+        self.runtime.stream().upload(&positions, &self.io.positions.slice)?;
+        self.run(self.key("prompt", [count, 0, 0]), |step| {
+            let (ids, positions) = (self.io.ids.first(count)?, self.io.positions.first(count)?);
+            let out = self.io.hidden.first(count)?;
+            self.model.forward(step, &ids, &positions, &self.cache, &out, self.taps().as_ref())
+        })?;
+        self.taken += count;
+        self.last_batch = count;
+        Ok(())
+    }
+
+    fn taps(&self) -> Option<Taps> {
+        let outputs: Vec<TensorView> = self.io.taps.iter().map(|tap| tap.view.clone()).collect();
+        (!outputs.is_empty()).then_some(Taps { outputs })
+    }
+
+    /// Logits of tokens of the last step: `count` rows of `vocabulary` values, from the step's token `first` on.
+    /// At most [`logit_rows`](Self::logit_rows) at a time.
+    ///
+    /// # Errors
+    /// [`Error::CheckFailed`] for rows that are not there; those of the device.
+    pub fn logits(&mut self, first: usize, count: usize) -> Result<Vec<f32>> {
+        let there = first.checked_add(count).is_some_and(|end| end <= self.last_batch);
+        if count == 0 || count > self.logit_rows || !there {
+            let rows = format!("logits of {count} rows from {first} on, {} in the step", self.last_batch);
+            return Err(Error::CheckFailed(rows));
+        }
+        self.run(self.key("logits", [first, count, 0]), |step| {
+            let hidden = self.io.hidden.view.narrow(0, first, count)?;
+            self.model.head(step, &hidden, &self.io.logits.first(count)?)
+        })?;
+        self.read_logits(count)
+    }
+
+    /// The logits that the last [`pick`](Self::pick) or [`decode`](Self::decode) chose from.
+    ///
+    /// # Errors
+    /// Those of the device.
+    pub fn last_logits(&self) -> Result<Vec<f32>> {
+        self.read_logits(1)
+    }
+
+    fn read_logits(&self, rows: usize) -> Result<Vec<f32>> {
+        let mut out = vec![0.0; rows * self.model.vocabulary];
+        self.runtime.stream().download_into(&self.io.logits.slice, &mut out)?;
+        Ok(out)
+    }
+
+    /// Sets how tokens are chosen from here on, and which tokens the repeat penalty knows of.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for parameters that make no sense; those of the device.
+    pub fn set_sampling(&mut self, sampling: &Sampling, recent: &[u32]) -> Result<()> {
+        sampling.check()?;
+        let kept = &recent[recent.len().saturating_sub(self.context)..];
+        let ring: Vec<i32> = kept.iter().map(|&id| id as i32).collect();
+        let mut state = sampling.state();
+        state.recent_len = ring.len() as u64;
+        self.runtime.stream().upload(&ring, &self.io.recent.slice)?;
+        Ok(self.runtime.stream().upload(&[state], &self.io.state.slice)?)
+    }
+
+    /// Chooses the token after the last one fed. It is not part of the sequence before
+    /// [`decode`](Self::decode) takes it in.
+    ///
+    /// # Errors
+    /// [`Error::CheckFailed`] if nothing was fed; those of the device.
+    pub fn pick(&mut self) -> Result<u32> {
+        let Some(row) = self.last_batch.checked_sub(1) else {
+            return Err(Error::CheckFailed("a token was asked for before the first one was fed".to_owned()));
+        };
+        self.runtime.stream().upload(&[self.taken as i32], &self.io.position.slice)?;
+        self.run(self.key("pick", [row, 0, 0]), |step| {
+            let hidden = self.io.hidden.view.narrow(0, row, 1)?;
+            self.model.head(step, &hidden, &self.io.logits.first(1)?)?;
+            self.sample(step)
+        })?;
+        self.read_token()
+    }
+
+    /// Takes the chosen token in and chooses the next: one step, the same graph every time.
+    ///
+    /// # Errors
+    /// [`Error::ContextFull`]; those of the device.
+    pub fn decode(&mut self) -> Result<u32> {
+        if self.taken >= self.context {
+            return Err(Error::ContextFull { tokens: self.taken + 1, context: self.context });
+        }
+        self.run(self.key("decode", [0; 3]), |step| {
+            let (ids, positions) = (&self.io.token.view, &self.io.position.view);
+            let out = self.io.hidden.first(1)?;
+            self.model.forward(step, ids, positions, &self.cache, &out, self.taps().as_ref())?;
+            self.model.head(step, &out, &self.io.logits.first(1)?)?;
+            self.sample(step)?;
+            step.push(Advance { positions: positions.clone(), by: 1 })
+        })?;
+        self.taken += 1;
+        self.last_batch = 1;
+        self.read_token()
+    }
+
+    fn sample(&self, step: &mut super::Step<'_>) -> Result<()> {
+        step.push(Sample {
+            logits: self.io.logits.view.index(0)?,
+            state: self.io.state.view.clone(),
+            recent: self.io.recent.view.clone(),
+            token: self.io.token.view.clone(),
+        })
+    }
+
+    fn read_token(&self) -> Result<u32> {
+        let mut token = [0i32];
+        self.runtime.stream().download_into(&self.io.token.slice, &mut token)?;
+        let vocabulary = self.model.vocabulary;
+        match u32::try_from(token[0]) {
+            Ok(id) if (id as usize) < vocabulary => Ok(id),
+            _ => Err(Error::TokenId { id: token[0].into(), vocabulary }),
+        }
+    }
+
+    /// Output of block `index` for the tokens of the last step (after the last block: the last norm's), where
+    /// taps were asked for.
+    ///
+    /// # Errors
+    /// Those of the device.
+    pub fn output(&self, index: usize) -> Result<Vec<f32>> {
+        let Some(tap) = self.io.taps.get(index) else { return Ok(Vec::new()) };
+        let mut out = vec![0.0; self.last_batch * self.model.width];
+        self.runtime.stream().download_into(&tap.slice, &mut out)?;
+        Ok(out)
+    }
+}

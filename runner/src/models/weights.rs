@@ -1,0 +1,122 @@
+//! A model's weights on a device, found by name and checked against the shape that the model needs.
+
+use std::sync::Arc;
+
+use evergraph_kernels::ops::{Root, TensorView};
+use evergraph_pool::driver::DevicePtr;
+use evergraph_pool::{DeviceSlice, Purpose, RegisteredHost, Tracked, Use};
+
+use crate::engine::Runtime;
+use crate::error::{Error, Result};
+use crate::gguf::{Gguf, QuantType, TensorInfo};
+
+/// The weights of a file, where the device can read them.
+///
+/// On the host device they are the mapped file itself, registered and never copied; on others they are
+/// uploaded, one allocation each.
+#[derive(Debug)]
+pub struct Weights {
+    file: Arc<Gguf>,
+    device: evergraph_pool::driver::DeviceOrdinal,
+    store: Store,
+}
+
+#[derive(Debug)]
+enum Store {
+    Mapped(RegisteredHost),
+    Uploaded(Vec<DeviceSlice<u8>>),
+}
+
+impl Weights {
+    /// Makes the weights of a file readable for a device.
+    ///
+    /// # Errors
+    /// Those of the pool and the driver.
+    pub fn load(file: Arc<Gguf>, runtime: &Runtime) -> Result<Self> {
+        let device = runtime.device();
+        let store = if runtime.pool().driver().as_host().is_some() {
+            let bytes: Arc<dyn evergraph_pool::HostMemory> = Arc::clone(file.bytes()) as _;
+            Store::Mapped(runtime.pool().register_host(bytes)?)
+        } else {
+            let upload = |tensor| runtime.pool().upload(file.data(tensor), Purpose::Weight, runtime.stream());
+            Store::Uploaded(file.tensors().iter().map(upload).collect::<Result<_, _>>()?)
+        };
+        Ok(Self { file, device, store })
+    }
+
+    /// The file.
+    #[must_use]
+    pub fn file(&self) -> &Arc<Gguf> {
+        &self.file
+    }
+
+    /// What a step that reads the weights depends on.
+    pub fn uses(&self) -> Vec<(&dyn Tracked, Use)> {
+        match &self.store {
+            Store::Mapped(file) => vec![(file as &dyn Tracked, Use::Weight)],
+            Store::Uploaded(list) => list.iter().map(|slice| (slice as &dyn Tracked, Use::Weight)).collect(),
+        }
+    }
+
+    /// Whether there is such a tensor.
+    #[must_use]
+    pub fn has(&self, name: &str) -> bool {
+        self.file.tensor(name).is_some()
+    }
+
+    /// A tensor of exactly this shape (row-major), of any type that kernels read.
+    ///
+    /// # Errors
+    /// [`Error::Tensor`] if it is missing or has another shape, [`Error::Unsupported`] for a type without kernels.
+    pub fn get(&self, name: &str, shape: &[usize]) -> Result<TensorView> {
+        self.find(name, shape)?.ok_or_else(|| Error::tensor(name, format!("shape {shape:?}"), "no such tensor"))
+    }
+
+    /// As [`get`](Self::get), but the tensor may be missing.
+    ///
+    /// # Errors
+    /// As [`get`](Self::get) for a tensor that is there.
+    pub fn find(&self, name: &str, shape: &[usize]) -> Result<Option<TensorView>> {
+        let Some(tensor) = self.file.tensor(name) else { return Ok(None) };
+        let found: Vec<u64> = tensor.shape();
+        if found.len() != shape.len() || found.iter().zip(shape).any(|(&found, &wanted)| found != wanted as u64) {
+            return Err(Error::tensor(name, format!("shape {shape:?}"), format!("{found:?}")));
+        }
+        let ty = tensor.quant_type();
+        if !ty.supported() {
+            return Err(Error::Unsupported {
+                what: "this tensor type",
+                found: format!("{ty} in {name}"),
+                advice: "another quantisation of the model (Q4_K_M, Q8_0, F16 …)".to_owned(),
+            });
+        }
+        let (ptr, allocation) = self.place(tensor)?;
+        let root = Root::with_allocation(name, ptr, tensor.bytes() as usize, self.device, allocation);
+        Ok(Some(TensorView::new(&root, ty, shape)?))
+    }
+
+    /// A vector of floats, such as a norm's weight.
+    ///
+    /// # Errors
+    /// As [`get`](Self::get), and [`Error::Tensor`] if it is not F32.
+    pub fn vector(&self, name: &str, len: usize) -> Result<TensorView> {
+        let view = self.get(name, &[len])?;
+        if view.ty() == QuantType::F32 { Ok(view) } else { Err(Error::tensor(name, "type F32", view.ty())) }
+    }
+
+    /// Address of a tensor, and the id of the allocation it lies in.
+    fn place(&self, tensor: &TensorInfo) -> Result<(DevicePtr, u64)> {
+        let lost = || Error::tensor(tensor.name(), "a place on the device", "none");
+        match &self.store {
+            Store::Mapped(file) => {
+                let ptr = file.ptr().checked_add(tensor.start_bytes() as usize).ok_or_else(lost)?;
+                Ok((ptr, file.token().allocation.get()))
+            }
+            Store::Uploaded(list) => {
+                let index = self.file.tensors().iter().position(|other| other.name() == tensor.name());
+                let slice = index.and_then(|index| list.get(index)).ok_or_else(lost)?;
+                Ok((slice.ptr(), slice.allocation().get()))
+            }
+        }
+    }
+}
