@@ -1,12 +1,19 @@
 //! Flags that several commands share.
 
+use std::hash::{BuildHasher, RandomState};
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use clap::{Args, ValueEnum};
+use serde_json::{Value, json};
 
-use super::size::parse_size;
+use super::device::{self, Kind};
+use super::output::say;
+use super::size::{format_size, parse_size};
+use crate::engine::{KvType, PoolMode, Runtime, RuntimeConfig, SessionConfig};
 use crate::error::{Error, Result};
 use crate::gguf::{Bytes, Gguf};
+use crate::sampling::Sampling;
 
 /// Which model file, and how it is read.
 #[derive(Debug, Clone, Args)]
@@ -79,6 +86,42 @@ pub(super) struct DeviceFlags {
     pub(super) threads: Option<u32>,
 }
 
+impl DeviceFlags {
+    /// Takes the device and says which.
+    pub(super) fn open(&self) -> Result<Arc<Runtime>> {
+        let kind = device::choose(self.device.as_deref())?;
+        if self.devices > 1 {
+            return Err(Error::Unsupported {
+                what: "a model on several devices",
+                found: format!("--devices {}", self.devices),
+                advice: "--devices 1".to_owned(),
+            });
+        }
+        let threads = evergraph_kernels::threads(self.threads.unwrap_or(0) as usize)?;
+        let mut config = RuntimeConfig::default();
+        config.mode = match self.pool {
+            PoolChoice::Vmm => PoolMode::Vmm,
+            PoolChoice::Slab => PoolMode::Slab,
+        };
+        config.limit_bytes = self.mem_limit;
+        config.graphs = self.graphs == Switch::On;
+        let runtime = match kind {
+            Kind::Host => Runtime::host(config)?,
+            Kind::Cuda(number) => {
+                return Err(Error::NoDevice {
+                    asked: format!("cuda:{number}"),
+                    found: "no CUDA back end in this version".to_owned(),
+                    advice: "--device host".to_owned(),
+                });
+            }
+        };
+        let limit = self.mem_limit.map_or_else(String::new, |bytes| format!(", limit {}", format_size(bytes as u64)));
+        let graphs = if self.graphs == Switch::On { "on" } else { "off" };
+        say(format!("device: host, {threads} threads; pool: {}{limit}; graphs: {graphs}", runtime.pool().mode()));
+        Ok(Arc::new(runtime))
+    }
+}
+
 /// How the pool gets memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(super) enum PoolChoice {
@@ -86,6 +129,170 @@ pub(super) enum PoolChoice {
     Vmm,
     /// Slabs from the driver's malloc.
     Slab,
+}
+
+/// How a model is run.
+#[derive(Debug, Clone, Args)]
+pub(super) struct EngineFlags {
+    /// Most tokens in the sequence; by default as many as the model was made for
+    #[arg(short = 'c', long = "ctx-size", value_name = "N", value_parser = clap::value_parser!(u32).range(0..=i32::MAX as i64))]
+    context: Option<u32>,
+    /// Most tokens handed to the model at a time
+    #[arg(short = 'b', long = "batch-size", value_name = "N", default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    batch: u32,
+    /// Most tokens in one step (also -ub) [default: 512]
+    #[arg(long = "ubatch-size", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    ubatch: Option<u32>,
+    /// Type of the key cache (also -ctk)
+    #[arg(long = "cache-type-k", value_enum, default_value_t = KvChoice::F16)]
+    cache_type_k: KvChoice,
+    /// Type of the value cache (also -ctv)
+    #[arg(long = "cache-type-v", value_enum, default_value_t = KvChoice::F16)]
+    cache_type_v: KvChoice,
+    /// Activations in dot products: f32, or q8 (not available yet) [default: f32]
+    #[arg(long, value_enum)]
+    act: Option<ActChoice>,
+    /// Layers on the device: all of them, for now (also -ngl)
+    #[arg(long = "n-gpu-layers", value_name = "N|auto|all", default_value = "all", allow_hyphen_values = true)]
+    gpu_layers: String,
+    /// Flash attention: always on (also -fa)
+    #[arg(long = "flash-attn", value_name = "on|off|auto", default_value = "auto", num_args = 0..=1, default_missing_value = "on")]
+    flash_attn: String,
+}
+
+impl EngineFlags {
+    /// Refuses what is not there yet, rather than doing something else.
+    pub(super) fn check(&self) -> Result<()> {
+        let missing = |what, found: &str, advice: &str| {
+            Err(Error::Unsupported { what, found: found.to_owned(), advice: advice.to_owned() })
+        };
+        if self.act == Some(ActChoice::Q8) {
+            return missing("quantising activations", "--act q8", "--act f32");
+        }
+        match self.gpu_layers.as_str() {
+            "all" | "auto" => {}
+            text => match text.parse::<i64>() {
+                Ok(-1 | 999..) => {}
+                Ok(_) => return missing("keeping part of the layers elsewhere", text, "-ngl all"),
+                Err(_) => return Err(Error::argument("-ngl", "a number, auto or all", text)),
+            },
+        }
+        match self.flash_attn.as_str() {
+            "on" | "auto" | "1" => Ok(()),
+            "off" | "0" => missing("attention by separate products", "-fa off", "-fa on"),
+            text => Err(Error::argument("-fa", "on, off or auto", text)),
+        }
+    }
+
+    /// The sequence that these flags ask for; `context` and `ubatch` where they leave it open.
+    pub(super) fn session(&self, context: Option<usize>, ubatch: usize) -> SessionConfig {
+        let mut config = SessionConfig::default();
+        config.context = self.context.filter(|&context| context > 0).map(|context| context as usize).or(context);
+        config.ubatch = self.ubatch.map_or(ubatch, |ubatch| ubatch as usize).min(self.batch.max(1) as usize);
+        config.kv = (self.cache_type_k.into(), self.cache_type_v.into());
+        config
+    }
+
+    /// What stands in every JSON document.
+    pub(super) fn json(&self, runtime: &Runtime) -> Value {
+        json!({
+            "device": runtime.pool().driver().info().backend,
+            "act": "f32",
+            "cache_type_k": self.cache_type_k.name(),
+            "cache_type_v": self.cache_type_v.name(),
+            "graphs": runtime.config().graphs,
+        })
+    }
+
+    /// The same for people.
+    pub(super) fn describe(&self) -> String {
+        format!("activations: f32; cache: {} keys, {} values", self.cache_type_k.name(), self.cache_type_v.name())
+    }
+}
+
+/// Type of a cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum KvChoice {
+    /// 32-bit floats.
+    F32,
+    /// 16-bit floats.
+    F16,
+    /// The upper half of 32-bit floats.
+    Bf16,
+}
+
+impl KvChoice {
+    fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::F16 => "f16",
+            Self::Bf16 => "bf16",
+        }
+    }
+}
+
+impl From<KvChoice> for KvType {
+    fn from(choice: KvChoice) -> Self {
+        match choice {
+            KvChoice::F32 => Self::F32,
+            KvChoice::F16 => Self::F16,
+            KvChoice::Bf16 => Self::Bf16,
+        }
+    }
+}
+
+/// Activations in dot products.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum ActChoice {
+    /// Floats.
+    F32,
+    /// Quantised to 8 bits a block.
+    Q8,
+}
+
+/// How tokens are chosen.
+#[derive(Debug, Clone, Args)]
+pub(super) struct SamplingFlags {
+    /// Temperature; 0 always takes the most likely token
+    #[arg(long, value_name = "T", default_value_t = 0.8, allow_hyphen_values = true)]
+    temp: f32,
+    /// Keep the K most likely tokens; 0 keeps all
+    #[arg(long, value_name = "K", default_value_t = 40, allow_hyphen_values = true)]
+    top_k: i32,
+    /// Keep the fewest tokens whose probabilities reach P; 1 keeps all
+    #[arg(long, value_name = "P", default_value_t = 0.95, allow_hyphen_values = true)]
+    top_p: f32,
+    /// Drop tokens less likely than this share of the most likely one
+    #[arg(long, value_name = "P", default_value_t = 0.05, allow_hyphen_values = true)]
+    min_p: f32,
+    /// Divide the logits of recent tokens by this; 1 does nothing
+    #[arg(long, value_name = "X", default_value_t = 1.0, allow_hyphen_values = true)]
+    repeat_penalty: f32,
+    /// How many recent tokens the penalty looks at; -1 all
+    #[arg(long, value_name = "N", default_value_t = 64, allow_hyphen_values = true)]
+    repeat_last_n: i32,
+    /// Seed of the random numbers; by default another one each time
+    #[arg(short = 's', long, value_name = "S", allow_hyphen_values = true)]
+    seed: Option<i64>,
+}
+
+impl SamplingFlags {
+    /// The parameters, checked.
+    pub(super) fn sampling(&self) -> Result<Sampling> {
+        let mut sampling = Sampling::default();
+        sampling.temp = self.temp;
+        sampling.top_k = u32::try_from(self.top_k).unwrap_or(0); // llama.cpp: 0 or less keeps all
+        sampling.top_p = self.top_p;
+        sampling.min_p = self.min_p;
+        sampling.repeat_penalty = self.repeat_penalty;
+        sampling.repeat_last_n = self.repeat_last_n;
+        sampling.seed = match self.seed {
+            Some(seed) if seed >= 0 => seed as u64,
+            _ => RandomState::new().hash_one(std::process::id()) >> 32,
+        };
+        sampling.check()?;
+        Ok(sampling)
+    }
 }
 
 /// On or off.

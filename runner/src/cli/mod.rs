@@ -12,6 +12,9 @@ mod size;
 mod detokenize;
 mod doctor;
 mod info;
+mod logits;
+mod perplexity;
+mod run;
 mod tokenize;
 
 use std::ffi::OsString;
@@ -36,6 +39,12 @@ pub struct Cli {
 /// One variant a command: its flags and, in [`Command::run`], its function.
 #[derive(Debug, Subcommand)]
 enum Command {
+    /// Generate text
+    Run(run::Flags),
+    /// Compute the logits of given tokens
+    Logits(logits::Flags),
+    /// Measure how well a model predicts a text
+    Perplexity(perplexity::Flags),
     /// Show the metadata and tensors of a model file
     Info(info::Flags),
     /// Turn text into token ids
@@ -49,6 +58,9 @@ enum Command {
 impl Command {
     fn run(self) -> Result<()> {
         match self {
+            Self::Run(flags) => run::run(&flags, &mut Output::new(flags.json)),
+            Self::Logits(flags) => logits::run(&flags, &mut Output::new(flags.json)),
+            Self::Perplexity(flags) => perplexity::run(&flags, &mut Output::new(flags.json)),
             Self::Info(flags) => info::run(&flags, &mut Output::new(flags.json)),
             Self::Tokenize(flags) => tokenize::run(&flags, &mut Output::new(flags.json)),
             Self::Detokenize(flags) => detokenize::run(&flags, &mut Output::new(flags.json)),

@@ -91,6 +91,14 @@ impl Runtime {
         &self.config
     }
 
+    /// What the graph cache did, by kind of outcome.
+    #[must_use]
+    pub fn graphs_json(&self) -> serde_json::Value {
+        serde_json::json!({
+            "captures": 0, "replays": 0, "remaps": 0, "updates": 0, "recaptures": 0, "eager": 0, "evictions": 0,
+        })
+    }
+
     /// Runs one step: `build` puts the ops together, with scratch from the pool; `uses` is what they need
     /// besides. With graphs on, a step of the same key is captured and then replayed without `build`, so the
     /// key must tell apart everything that `build` depends on.
@@ -104,7 +112,8 @@ impl Runtime {
         build: impl Fn(&mut Step<'_>) -> Result<()>,
     ) -> Result<()> {
         let _ = (key, uses);
-        let mut step = Step::new(self.device(), &|bytes| Ok(self.pool.alloc(bytes, &self.stream)?));
+        let allocate = |bytes| Ok(self.pool.alloc(bytes, &self.stream)?);
+        let mut step = Step::new(self.device(), &allocate);
         build(&mut step)?;
         step.launch(&self.kernels, self.stream.handle())
     }

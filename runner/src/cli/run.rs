@@ -1,0 +1,229 @@
+//! `evergraph run`: text from a model.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Instant;
+
+use serde_json::{Value, json};
+
+use super::flags::{DeviceFlags, EngineFlags, ModelFlags, SamplingFlags, TokenList};
+use super::output::{Output, progress, say};
+use super::size::format_size;
+use crate::chat::{ChatTemplate, Message};
+use crate::engine::{Runtime, Session};
+use crate::error::{Error, Result};
+use crate::gguf::Gguf;
+use crate::models;
+use crate::tokenizer::{Encode, TextStream, Tokenizer};
+
+#[derive(Debug, clap::Args)]
+pub(super) struct Flags {
+    #[command(flatten)]
+    model: ModelFlags,
+    /// The text to go on from
+    #[arg(short = 'p', long = "prompt", value_name = "TEXT", allow_hyphen_values = true, group = "input")]
+    prompt: Option<String>,
+    /// A file with the text to go on from
+    #[arg(short = 'f', long = "file", value_name = "FILE", group = "input")]
+    file: Option<PathBuf>,
+    /// The token ids to go on from
+    #[arg(long, value_name = "1,2,3", allow_hyphen_values = true, group = "input")]
+    tokens: Option<TokenList>,
+    /// Most tokens to generate; -1: until the model ends or the context is full
+    #[arg(short = 'n', long = "predict", value_name = "N", default_value_t = -1, allow_hyphen_values = true)]
+    predict: i64,
+    /// Go on past the tokens that end a text
+    #[arg(long)]
+    ignore_eos: bool,
+    /// Put the prompt into the model's chat format, as a user's message
+    #[arg(long)]
+    chat: bool,
+    /// The system message of a chat
+    #[arg(long, value_name = "TEXT", requires = "chat")]
+    system_prompt: Option<String>,
+    /// A chat template (Jinja), or `gemma`, instead of the file's
+    #[arg(long, value_name = "TEMPLATE", requires = "chat")]
+    chat_template: Option<String>,
+    #[command(flatten)]
+    sampling: SamplingFlags,
+    #[command(flatten)]
+    engine: EngineFlags,
+    #[command(flatten)]
+    device: DeviceFlags,
+    /// Print one JSON document
+    #[arg(long)]
+    pub(super) json: bool,
+}
+
+/// What a generation gave.
+struct Generated {
+    ids: Vec<u32>,
+    text: String,
+    prompt_ms: f64,
+    decode_ms: f64,
+    /// Steps of one token.
+    steps: usize,
+}
+
+pub(super) fn run(flags: &Flags, out: &mut Output) -> Result<()> {
+    flags.engine.check()?;
+    let sampling = flags.sampling.sampling()?;
+    let start = Instant::now();
+    let file = Arc::new(flags.model.open()?);
+    // A file without a tokenizer still runs on token ids.
+    let tokenizer = if flags.tokens.is_some() && file.get("tokenizer.ggml.model").is_none() {
+        None
+    } else {
+        Some(Tokenizer::from_gguf(&file)?)
+    };
+    let prompt = prompt_ids(flags, &file, tokenizer.as_ref())?;
+    let runtime = flags.device.open()?;
+    say(flags.engine.describe());
+    let model = Arc::new(models::load(file, &runtime)?);
+    let config = flags.engine.session(None, 512);
+    let mut session = Session::new(Arc::clone(&runtime), model, config)?;
+    session.set_sampling(&sampling, &prompt)?;
+    let load_ms = ms(start);
+
+    let generated = generate(flags, &mut session, tokenizer.as_ref(), &prompt, out)?;
+    let per_s = |count: usize, ms: f64| if ms > 0.0 { count as f64 * 1000.0 / ms } else { 0.0 };
+    let timings = json!({
+        "load_ms": load_ms,
+        "prompt_ms": generated.prompt_ms,
+        "decode_ms": generated.decode_ms,
+        "prompt_per_s": per_s(prompt.len(), generated.prompt_ms),
+        "decode_per_s": per_s(generated.steps, generated.decode_ms),
+    });
+    say(format!(
+        "prompt: {} tokens, {:.1} a second; generated: {} tokens, {:.1} a second; load: {load_ms:.0} ms; pool peak: {}",
+        prompt.len(),
+        per_s(prompt.len(), generated.prompt_ms),
+        generated.ids.len(),
+        per_s(generated.steps, generated.decode_ms),
+        format_size(runtime.pool().stats().reserved_bytes.peak),
+    ));
+    out.document(&merged(
+        flags.engine.json(&runtime),
+        json!({
+            "prompt_tokens": prompt,
+            "tokens": generated.ids,
+            "text": generated.text,
+            "seed": sampling.seed,
+            "timings": timings,
+            "pool": pool_json(&runtime),
+            "graphs": graphs_json(&runtime),
+        }),
+    ))
+}
+
+fn prompt_ids(flags: &Flags, file: &Gguf, tokenizer: Option<&Tokenizer>) -> Result<Vec<u32>> {
+    if let Some(tokens) = &flags.tokens {
+        let vocabulary = tokenizer.map_or(i32::MAX as usize, Tokenizer::vocabulary);
+        let ids = tokens.check(vocabulary)?;
+        return if ids.is_empty() { Err(Error::argument("--tokens", "at least one id", "none")) } else { Ok(ids) };
+    }
+    let text = match (&flags.prompt, &flags.file) {
+        (Some(text), _) => text.clone(),
+        (None, Some(path)) => std::fs::read_to_string(path).map_err(Error::io("can not read", path))?,
+        (None, None) => return Err(Error::argument("-p", "a prompt (-p, -f or --tokens)", "none")),
+    };
+    let Some(tokenizer) = tokenizer else {
+        return Err(Error::Tokenizer("the file has none".to_owned()));
+    };
+    let ids = if flags.chat {
+        let template = match &flags.chat_template {
+            Some(source) => ChatTemplate::from_source(source, tokenizer)?,
+            None => ChatTemplate::from_gguf(file, tokenizer)?,
+        };
+        let system = flags.system_prompt.iter().map(|text| Message::new("system", text));
+        let messages: Vec<Message> = system.chain([Message::new("user", text)]).collect();
+        let how = Encode { add_special: false, parse_special: true };
+        tokenizer.encode(&template.render(&messages, true)?, how)?
+    } else {
+        tokenizer.encode(&text, Encode::default())?
+    };
+    if ids.is_empty() {
+        return Err(Error::argument("-p", "a text of at least one token", "an empty one"));
+    }
+    Ok(ids)
+}
+
+fn generate(
+    flags: &Flags,
+    session: &mut Session,
+    tokenizer: Option<&Tokenizer>,
+    prompt: &[u32],
+    out: &mut Output,
+) -> Result<Generated> {
+    let start = Instant::now();
+    let bar = progress(prompt.len() as u64, "prompt");
+    session.feed(prompt, |_, _, count| {
+        bar.inc(count as u64);
+        Ok(())
+    })?;
+    bar.finish_and_clear();
+    let wanted = usize::try_from(flags.predict).unwrap_or(usize::MAX);
+    let mut result = Generated { ids: Vec::new(), text: String::new(), prompt_ms: 0.0, decode_ms: 0.0, steps: 0 };
+    let mut stream = TextStream::new();
+    let mut next = if wanted > 0 { Some(session.pick()?) } else { None };
+    result.prompt_ms = ms(start);
+
+    let start = Instant::now();
+    while let Some(id) = next {
+        let ends = tokenizer.is_some_and(|tokenizer| tokenizer.is_end(id));
+        if ends && !flags.ignore_eos {
+            break;
+        }
+        result.ids.push(id);
+        let piece = match tokenizer {
+            Some(tokenizer) => stream.push(&tokenizer.piece(id, false)?),
+            None => format!("{id} "),
+        };
+        out.text(&piece)?;
+        result.text.push_str(&piece);
+        let full = session.len() >= session.context();
+        if full && result.ids.len() < wanted {
+            say("the context is full");
+        }
+        next = if result.ids.len() < wanted && !full {
+            result.steps += 1;
+            Some(session.decode()?)
+        } else {
+            None
+        };
+    }
+    result.decode_ms = ms(start);
+    let rest = stream.finish();
+    out.text(&rest)?;
+    out.line("")?;
+    result.text.push_str(&rest);
+    Ok(result)
+}
+
+fn ms(start: Instant) -> f64 {
+    start.elapsed().as_secs_f64() * 1000.0
+}
+
+/// Puts the entries of two objects into one.
+pub(super) fn merged(mut first: Value, second: Value) -> Value {
+    if let (Value::Object(first), Value::Object(second)) = (&mut first, second) {
+        first.extend(second);
+    }
+    first
+}
+
+/// What the pool did.
+pub(super) fn pool_json(runtime: &Runtime) -> Value {
+    let (stats, counters) = (runtime.pool().stats(), runtime.pool().counters());
+    json!({
+        "mode": runtime.pool().mode().to_string(),
+        "reserved_peak_bytes": stats.reserved_bytes.peak,
+        "allocated_peak_bytes": stats.allocated_bytes.peak,
+        "give_backs": counters.give_backs,
+    })
+}
+
+/// What the graph cache did.
+pub(super) fn graphs_json(runtime: &Runtime) -> Value {
+    runtime.graphs_json()
+}
