@@ -1,0 +1,211 @@
+//! The tiny golden models: every value of their reference runs, in every way of running them.
+
+#![allow(clippy::unwrap_used, missing_docs)]
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use evergraph_runner::engine::{KvType, PoolMode, Runtime, RuntimeConfig, Session, SessionConfig};
+use evergraph_runner::gguf::Gguf;
+use evergraph_runner::models;
+use evergraph_runner::sampling::Sampling;
+use serde_json::Value;
+
+fn data(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(name)
+}
+
+fn json(name: &str) -> Value {
+    serde_json::from_str(&std::fs::read_to_string(data(name)).unwrap()).unwrap()
+}
+
+fn list<T: serde::de::DeserializeOwned>(value: &Value) -> Vec<T> {
+    serde_json::from_value(value.clone()).unwrap()
+}
+
+fn config(mode: PoolMode, graphs: bool, limit_bytes: Option<usize>) -> RuntimeConfig {
+    let mut config = RuntimeConfig::default();
+    config.mode = mode;
+    config.graphs = graphs;
+    config.limit_bytes = limit_bytes;
+    config
+}
+
+/// Everything a run produces, position by position.
+#[derive(Debug, Default, PartialEq)]
+struct Trace {
+    /// Logits of each prompt position.
+    prompt: Vec<Vec<f32>>,
+    /// Output of each block and of the last norm, for all prompt positions.
+    outputs: Vec<Vec<f32>>,
+    /// Greedy tokens.
+    tokens: Vec<u32>,
+    /// Logits after each of them was taken in.
+    decode: Vec<Vec<f32>>,
+}
+
+/// The prompt in steps of `ubatch` tokens, then greedy steps.
+fn trace(model: &str, config: RuntimeConfig, kv: KvType, ubatch: usize) -> Trace {
+    let golden = json(&model.replace(".gguf", ".json"));
+    let prompt: Vec<u32> = list(&golden["prompt_tokens"]);
+    let steps = golden["decode"]["tokens"].as_array().unwrap().len();
+    let runtime = Arc::new(Runtime::host(config).unwrap());
+    let model = Arc::new(models::load(Arc::new(Gguf::open(&data(model)).unwrap()), &runtime).unwrap());
+    let (vocabulary, blocks) = (model.vocabulary, model.blocks.len());
+    let mut settings = SessionConfig::default();
+    settings.context = Some(prompt.len() + steps);
+    settings.ubatch = ubatch;
+    settings.kv = (kv, kv);
+    settings.logit_rows = 5;
+    settings.taps = true;
+    let mut session = Session::new(runtime, model, settings).unwrap();
+    session.set_sampling(&Sampling::greedy(), &prompt).unwrap();
+
+    let mut trace = Trace { outputs: vec![Vec::new(); blocks + 1], ..Trace::default() };
+    session
+        .feed(&prompt, |session, _, count| {
+            for first in (0..count).step_by(session.logit_rows()) {
+                let rows = session.logit_rows().min(count - first);
+                let logits = session.logits(first, rows)?;
+                trace.prompt.extend(logits.chunks(vocabulary).map(<[f32]>::to_vec));
+            }
+            for (index, output) in trace.outputs.iter_mut().enumerate() {
+                output.extend(session.output(index)?);
+            }
+            Ok(())
+        })
+        .unwrap();
+    trace.tokens.push(session.pick().unwrap());
+    for _ in 0..steps {
+        trace.tokens.push(session.decode().unwrap());
+        trace.decode.push(session.last_logits().unwrap());
+    }
+    trace.tokens.truncate(steps);
+    trace
+}
+
+/// Checks `found` against `expected` within 2e-4 of the greatest magnitude of `row`.
+#[track_caller]
+fn close(what: &str, row: &[f32], found: f32, expected: f64) {
+    let scale = row.iter().fold(0.0f32, |most, value| most.max(value.abs()));
+    let difference = (f64::from(found) - expected).abs();
+    assert!(difference <= 2e-4 * f64::from(scale), "{what}: {found} instead of {expected} (row up to {scale})");
+}
+
+#[track_caller]
+fn check_top(what: &str, row: &[f32], expected: &Value) {
+    let mut order: Vec<usize> = (0..row.len()).collect();
+    order.sort_by(|&a, &b| row[b].total_cmp(&row[a]));
+    for (place, pair) in expected.as_array().unwrap().iter().enumerate() {
+        let (id, value) = (pair[0].as_u64().unwrap() as usize, pair[1].as_f64().unwrap());
+        close(what, row, row[id], value);
+        // The same order, but for neighbours that are too close to tell apart.
+        close(what, row, row[order[place]], value);
+    }
+}
+
+#[track_caller]
+fn check_row(what: &str, row: &[f32], expected: &Value) {
+    let expected: Vec<f64> = list(expected);
+    assert_eq!(row.len(), expected.len(), "{what}");
+    for (index, (&found, &expected)) in row.iter().zip(&expected).enumerate() {
+        close(&format!("{what}[{index}]"), row, found, expected);
+    }
+}
+
+fn l2(row: &[f32]) -> f64 {
+    row.iter().map(|&value| f64::from(value).powi(2)).sum::<f64>().sqrt()
+}
+
+fn mean(row: &[f32]) -> f64 {
+    row.iter().map(|&value| f64::from(value)).sum::<f64>() / row.len() as f64
+}
+
+/// Every value of the reference file.
+fn check(model: &str, trace: &Trace) {
+    let golden = json(&model.replace(".gguf", ".json"));
+    let prefill = &golden["prefill"];
+    let positions = golden["prompt_tokens"].as_array().unwrap().len();
+    assert_eq!(trace.prompt.len(), positions);
+    check_row("last logits", trace.prompt.last().unwrap(), &prefill["logits_last"]);
+    for (position, row) in trace.prompt.iter().enumerate() {
+        check_top(&format!("position {position}"), row, &prefill["top5"][position]);
+        close("mean of logits", row, mean(row) as f32, prefill["logits_mean"][position].as_f64().unwrap());
+        let norm = prefill["logits_l2"][position].as_f64().unwrap();
+        assert!((l2(row) - norm).abs() <= 2e-4 * norm, "norm of logits at {position}: {} not {norm}", l2(row));
+    }
+
+    let decode = &golden["decode"];
+    assert_eq!(trace.tokens, list::<u32>(&decode["tokens"]));
+    for (step, row) in trace.decode.iter().enumerate() {
+        check_top(&format!("step {step}"), row, &decode["top5"][step]);
+    }
+    check_row("final logits", trace.decode.last().unwrap(), &decode["logits_final"]);
+
+    let layers = golden["layers"].as_array().unwrap();
+    assert_eq!(layers.len(), trace.outputs.len());
+    for (layer, output) in layers.iter().zip(&trace.outputs) {
+        let name = layer["name"].as_str().unwrap();
+        let width = output.len() / positions;
+        let (first, last) = (&output[..width], &output[output.len() - width..]);
+        close(name, output, mean(output) as f32, layer["mean"].as_f64().unwrap());
+        let magnitudes: Vec<f32> = output.iter().map(|value| value.abs()).collect();
+        close(name, output, mean(&magnitudes) as f32, layer["abs_mean"].as_f64().unwrap());
+        for (row, key) in [(first, "l2_first"), (last, "l2_last")] {
+            let norm = layer[key].as_f64().unwrap();
+            assert!((l2(row) - norm).abs() <= 2e-4 * norm, "{name} {key}: {} not {norm}", l2(row));
+        }
+        for (index, expected) in list::<f64>(&layer["last_first8"]).iter().enumerate() {
+            close(&format!("{name}[{index}]"), last, last[index], *expected);
+        }
+    }
+}
+
+#[test]
+fn the_prompt_in_one_step_gives_every_reference_value() {
+    for model in ["gemma3.gguf", "gemma3-linear.gguf"] {
+        check(model, &trace(model, RuntimeConfig::default(), KvType::F32, 512));
+    }
+}
+
+#[test]
+fn the_prompt_in_small_steps_gives_every_reference_value() {
+    // 7 does not divide 48, and the window of 16 spans several steps: the ring of the local layers wraps.
+    for model in ["gemma3.gguf", "gemma3-linear.gguf"] {
+        check(model, &trace(model, RuntimeConfig::default(), KvType::F32, 7));
+    }
+}
+
+#[test]
+fn the_prompt_token_by_token_gives_every_reference_value() {
+    for model in ["gemma3.gguf", "gemma3-linear.gguf"] {
+        check(model, &trace(model, RuntimeConfig::default(), KvType::F32, 1));
+    }
+}
+
+#[test]
+fn half_precision_caches_change_little() {
+    let exact = trace("gemma3.gguf", RuntimeConfig::default(), KvType::F32, 512);
+    for kv in [KvType::F16, KvType::Bf16] {
+        let rounded = trace("gemma3.gguf", RuntimeConfig::default(), kv, 512);
+        assert_ne!(exact.prompt, rounded.prompt, "{kv:?} rounds");
+        let apart = exact.prompt.iter().flatten().zip(rounded.prompt.iter().flatten());
+        let worst = apart.map(|(a, b)| (a - b).abs()).fold(0.0f32, f32::max);
+        assert!(worst < 0.2, "{kv:?}: {worst}");
+    }
+}
+
+#[test]
+fn graphs_pools_and_limits_do_not_change_a_bit() {
+    for ubatch in [512, 7, 1] {
+        let plain = trace("gemma3.gguf", config(PoolMode::Vmm, false, None), KvType::F16, ubatch);
+        for mode in [PoolMode::Vmm, PoolMode::Slab] {
+            for graphs in [true, false] {
+                for limit in [None, Some(24 << 20)] {
+                    let other = trace("gemma3.gguf", config(mode, graphs, limit), KvType::F16, ubatch);
+                    assert!(other == plain, "{mode}, graphs {graphs}, limit {limit:?}, steps of {ubatch}");
+                }
+            }
+        }
+    }
+}
