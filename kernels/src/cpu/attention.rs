@@ -166,7 +166,7 @@ per_level! {
 /// `part` = per query head: maximum of the scores, sum of `exp(score - maximum)`, the values weighted by those.
 #[inline(always)]
 #[allow(clippy::too_many_arguments)]
-fn span_values_body<const FMA: bool>(
+fn span_values_body<const L: u8>(
     cache: &Cache,
     first: usize,
     end: usize,
@@ -180,9 +180,9 @@ fn span_values_body<const FMA: bool>(
     let group = scores.len() / SPAN;
     let (d, dv) = (q.len() / group, part.len() / group - 2);
     for (j, position) in (first..end).enumerate() {
-        let key = widen::<FMA>(cache, &cache.k, position, &mut wide[..d]);
+        let key = widen::<L>(cache, &cache.k, position, &mut wide[..d]);
         for (q, scores) in q.chunks_exact(d).zip(scores.chunks_exact_mut(SPAN)) {
-            scores[j] = dot::<FMA>(q, key) * score.scale;
+            scores[j] = dot::<L>(q, key) * score.scale;
         }
     }
     for (scores, part) in scores.chunks_exact_mut(SPAN).zip(part.chunks_exact_mut(dv + 2)) {
@@ -191,7 +191,7 @@ fn span_values_body<const FMA: bool>(
             scores.iter_mut().for_each(|s| *s = score.softcap * (*s / score.softcap).tanh());
         }
         let max = greatest(scores);
-        scores.iter_mut().for_each(|s| *s = exp::<FMA>(*s - max));
+        scores.iter_mut().for_each(|s| *s = exp::<L>(*s - max));
         part[0] = max;
         part[1] = sum(scores);
         part[2..].fill(0.0);
@@ -201,7 +201,7 @@ fn span_values_body<const FMA: bool>(
         let whole = wide.chunks_exact_mut(dv);
         let mut values: [&[f32]; STEP] = [&[]; STEP];
         for (s, (value, wide)) in values.iter_mut().zip(whole).enumerate().take(step) {
-            *value = widen::<FMA>(cache, &cache.v, first + j + s, wide);
+            *value = widen::<L>(cache, &cache.v, first + j + s, wide);
         }
         for (scores, part) in scores.chunks_exact(SPAN).zip(part.chunks_exact_mut(dv + 2)) {
             let out = &mut part[2..];
@@ -210,13 +210,13 @@ fn span_values_body<const FMA: bool>(
                 for (c, out) in out.iter_mut().enumerate() {
                     let mut total = *out;
                     for s in 0..STEP {
-                        total = fma::<FMA>(p[s], v[s][c], total);
+                        total = fma::<L>(p[s], v[s][c], total);
                     }
                     *out = total;
                 }
             } else {
                 for (&p, v) in scores[j..j + step].iter().zip(&values) {
-                    out.iter_mut().zip(*v).for_each(|(out, &v)| *out = fma::<FMA>(p, v, *out));
+                    out.iter_mut().zip(*v).for_each(|(out, &v)| *out = fma::<L>(p, v, *out));
                 }
             }
         }
@@ -225,7 +225,7 @@ fn span_values_body<const FMA: bool>(
 
 /// Row of `position` as `f32`: in place, or converted into `wide`.
 #[inline(always)]
-fn widen<'w, const FMA: bool>(cache: &Cache, rows: &Rows<u8>, position: usize, wide: &'w mut [f32]) -> &'w [f32] {
+fn widen<'w, const L: u8>(cache: &Cache, rows: &Rows<u8>, position: usize, wide: &'w mut [f32]) -> &'w [f32] {
     let row = if position < cache.modulus { position } else { position % cache.modulus };
     // SAFETY: stream order keeps writers of the cache away while the kernel runs.
     let bytes: &[u8] = unsafe { rows.row(row, cache.head) };
@@ -234,7 +234,7 @@ fn widen<'w, const FMA: bool>(cache: &Cache, rows: &Rows<u8>, position: usize, w
         let (_, values, _) = unsafe { bytes.align_to::<f32>() };
         return values;
     }
-    decode_body::<FMA>(cache.ty, bytes, wide);
+    decode_body::<L>(cache.ty, bytes, wide);
     wide
 }
 
@@ -243,12 +243,12 @@ per_level! {
 }
 
 #[inline(always)]
-fn merge_body<const FMA: bool>(into: &mut [f32], part: &[f32]) {
+fn merge_body<const L: u8>(into: &mut [f32], part: &[f32]) {
     let max = into[0].max(part[0]);
-    let (a, b) = (exp::<FMA>(into[0] - max), exp::<FMA>(part[0] - max));
+    let (a, b) = (exp::<L>(into[0] - max), exp::<L>(part[0] - max));
     into[0] = max;
     for (into, part) in into[1..].iter_mut().zip(&part[1..]) {
-        *into = fma::<FMA>(*into, a, *part * b);
+        *into = fma::<L>(*into, a, *part * b);
     }
 }
 
@@ -257,12 +257,12 @@ per_level! {
 }
 
 #[inline(always)]
-fn finish_body<const FMA: bool>(merged: &[f32], sink: Option<f32>, out: &mut [f32]) {
+fn finish_body<const L: u8>(merged: &[f32], sink: Option<f32>, out: &mut [f32]) {
     let (max, mut sum, mut factor) = (merged[0], merged[1], 1.0);
     if let Some(sink) = sink {
         let top = max.max(sink);
-        factor = exp::<FMA>(max - top);
-        sum = sum * factor + exp::<FMA>(sink - top);
+        factor = exp::<L>(max - top);
+        sum = sum * factor + exp::<L>(sink - top);
     }
     let factor = factor / sum;
     out.iter_mut().zip(&merged[2..]).for_each(|(out, v)| *out = v * factor);

@@ -16,18 +16,21 @@ per_level! {
 }
 
 #[inline(always)]
-fn rows_body<const FMA: bool>(ty: QuantType, w: &[u8], row_bytes: usize, x: &[&[f32]], y: &mut [&mut [f32]]) {
+fn rows_body<const L: u8>(ty: QuantType, w: &[u8], row_bytes: usize, x: &[&[f32]], y: &mut [&mut [f32]]) {
     if let ([x], [y]) = (x, &mut *y) {
+        if L == 2 && crate::quant::dot_rows(ty, w, row_bytes, x, y) {
+            return;
+        }
         for (row, y) in w.chunks_exact(row_bytes).zip(y.iter_mut()) {
             let mut acc = [[0.0; LANES]; 1];
-            row_body::<FMA, 1>(ty, row, &[*x], &mut acc);
+            row_body::<L, 1>(ty, row, &[*x], &mut acc);
             *y = reduce(&acc[0]);
         }
         return;
     }
     for (r, row) in w.chunks_exact(row_bytes).enumerate() {
         let mut acc = [[0.0; LANES]; MOST];
-        row_body::<FMA, MOST>(ty, row, x, &mut acc);
+        row_body::<L, MOST>(ty, row, x, &mut acc);
         for (y, acc) in y.iter_mut().zip(&acc) {
             y[r] = reduce(acc);
         }
@@ -35,15 +38,15 @@ fn rows_body<const FMA: bool>(ty: QuantType, w: &[u8], row_bytes: usize, x: &[&[
 }
 
 #[inline(always)]
-fn row_body<const FMA: bool, const N: usize>(ty: QuantType, row: &[u8], x: &[&[f32]], acc: &mut [[f32; LANES]; N]) {
+fn row_body<const L: u8, const N: usize>(ty: QuantType, row: &[u8], x: &[&[f32]], acc: &mut [[f32; LANES]; N]) {
     let mut buffer = [0.0f32; CHUNK];
     let chunk_bytes = CHUNK / ty.block_size() * ty.type_bytes();
     for (c, blocks) in row.chunks(chunk_bytes).enumerate() {
         let len = blocks.len() / ty.type_bytes() * ty.block_size();
         let values = &mut buffer[..len];
-        decode_body::<FMA>(ty, blocks, values);
+        decode_body::<L>(ty, blocks, values);
         for (x, acc) in x.iter().zip(acc.iter_mut()) {
-            accumulate::<FMA>(values, &x[c * CHUNK..c * CHUNK + len], acc);
+            accumulate::<L>(values, &x[c * CHUNK..c * CHUNK + len], acc);
         }
     }
 }

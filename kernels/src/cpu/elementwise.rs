@@ -85,22 +85,22 @@ per_level! {
 }
 
 #[inline(always)]
-fn add_body<const FMA: bool>(y: &[f32], out: &mut [f32]) {
+fn add_body<const L: u8>(y: &[f32], out: &mut [f32]) {
     out.iter_mut().zip(y).for_each(|(out, y)| *out += y);
 }
 
 #[inline(always)]
-fn mul_body<const FMA: bool>(y: &[f32], out: &mut [f32]) {
+fn mul_body<const L: u8>(y: &[f32], out: &mut [f32]) {
     out.iter_mut().zip(y).for_each(|(out, y)| *out *= y);
 }
 
 #[inline(always)]
-fn scale_body<const FMA: bool>(factor: f32, out: &mut [f32]) {
+fn scale_body<const L: u8>(factor: f32, out: &mut [f32]) {
     out.iter_mut().for_each(|out| *out *= factor);
 }
 
 #[inline(always)]
-fn softcap_body<const FMA: bool>(cap: f32, out: &mut [f32]) {
+fn softcap_body<const L: u8>(cap: f32, out: &mut [f32]) {
     out.iter_mut().for_each(|out| *out = cap * (*out / cap).tanh());
 }
 
@@ -140,17 +140,17 @@ per_level! {
 }
 
 #[inline(always)]
-fn geglu_body<const FMA: bool>(up: &[f32], limit: f32, out: &mut [f32]) {
+fn geglu_body<const L: u8>(up: &[f32], limit: f32, out: &mut [f32]) {
     glu_body(up, limit, out, |x| {
         // 0.5 (1 + tanh(u)) is 1 / (1 + exp(-2u)), which keeps its precision where tanh(u) is close to -1.
         let u = 0.797_884_6 * (x + 0.044_715 * x * x * x);
-        x / (1.0 + exp::<FMA>(-2.0 * u))
+        x / (1.0 + exp::<L>(-2.0 * u))
     });
 }
 
 #[inline(always)]
-fn swiglu_body<const FMA: bool>(up: &[f32], limit: f32, out: &mut [f32]) {
-    glu_body(up, limit, out, |x| x / (1.0 + exp::<FMA>(-x)));
+fn swiglu_body<const L: u8>(up: &[f32], limit: f32, out: &mut [f32]) {
+    glu_body(up, limit, out, |x| x / (1.0 + exp::<L>(-x)));
 }
 
 #[inline(always)]

@@ -4,7 +4,7 @@
 //! transposed, once a launch. An output element is the sum over chunks of [`DEPTH`] columns, each summed in order:
 //! it depends on its own row and column only, not on the other tokens nor on how the work was spread.
 
-use super::simd::{fma, per_level};
+use super::simd::per_level;
 use crate::quant::{QuantType, decode_body};
 
 /// Tokens in a panel: lanes of a vector register at the widest.
@@ -45,7 +45,7 @@ per_level! {
 }
 
 #[inline(always)]
-fn tile_body<const FMA: bool>(
+fn tile_body<const L: u8>(
     ty: QuantType,
     w: &[u8],
     row_bytes: usize,
@@ -61,42 +61,164 @@ fn tile_body<const FMA: bool>(
         let first = start / ty.block_size() * ty.type_bytes();
         let bytes = depth / ty.block_size() * ty.type_bytes();
         for (row, out) in w.chunks_exact(row_bytes).zip(decoded.chunks_exact_mut(DEPTH)) {
-            decode_body::<FMA>(ty, &row[first..first + bytes], &mut out[..depth]);
+            decode_body::<L>(ty, &row[first..first + bytes], &mut out[..depth]);
         }
-        let panels = x.chunks_exact(cols * PANEL).zip(acc.chunks_exact_mut(TILE * PANEL));
-        for (panel, acc) in panels {
-            let panel = &panel[start * PANEL..(start + depth) * PANEL];
+        let pair_len = 2 * cols * PANEL;
+        for (panels, acc) in x.chunks(pair_len).zip(acc.chunks_mut(2 * TILE * PANEL)) {
             let mut r = 0;
             while r < rows {
                 let (w, acc) = (&decoded[r * DEPTH..], &mut acc[r * PANEL..]);
-                r += match rows - r {
-                    12.. => micro::<FMA, 12>(depth, w, panel, acc),
-                    8.. => micro::<FMA, 8>(depth, w, panel, acc),
-                    4.. => micro::<FMA, 4>(depth, w, panel, acc),
-                    _ => micro::<FMA, 1>(depth, w, panel, acc),
+                let job = Job { depth, w, x: &panels[start * PANEL..], panel_len: cols * PANEL, acc };
+                r += match (rows - r, panels.len() == pair_len) {
+                    (12.., true) => job.run::<L, 12, 2>(),
+                    (4.., true) => job.run::<L, 4, 2>(),
+                    (_, true) => job.run::<L, 1, 2>(),
+                    (12.., false) => job.run::<L, 12, 1>(),
+                    (4.., false) => job.run::<L, 4, 1>(),
+                    (_, false) => job.run::<L, 1, 1>(),
                 };
             }
         }
     }
 }
 
-/// `M` weight rows times one panel, in registers.
+/// Some weight rows times one panel or two.
+struct Job<'a> {
+    depth: usize,
+    /// Rows of `DEPTH`.
+    w: &'a [f32],
+    /// From the first column of the chunk on; the second panel is `panel_len` further.
+    x: &'a [f32],
+    panel_len: usize,
+    /// Rows of `PANEL`; the second panel's are `TILE * PANEL` further.
+    acc: &'a mut [f32],
+}
+
+impl Job<'_> {
+    /// `M` rows, `V` panels; returns `M`.
+    #[inline(always)]
+    fn run<const L: u8, const M: usize, const V: usize>(self) -> usize {
+        // The last element that is touched of each, once for all.
+        assert!(self.depth <= DEPTH && self.w.len() >= (M - 1) * DEPTH + self.depth);
+        assert!(self.x.len() >= (V - 1) * self.panel_len + self.depth * PANEL);
+        assert!(self.acc.len() >= (V - 1) * TILE * PANEL + M * PANEL);
+        #[cfg(target_arch = "x86_64")]
+        if L == 2 {
+            // SAFETY: level 2 runs only where AVX-512 was found; lengths were checked above.
+            unsafe { x86::avx512::<M, V>(self.depth, self.w, self.x, self.panel_len, self.acc) };
+            return M;
+        } else if L == 1 {
+            for v in 0..V {
+                let (x, acc) = (&self.x[v * self.panel_len..], &mut self.acc[v * TILE * PANEL..]);
+                for m in (0..M).step_by(4) {
+                    let (w, acc) = (&self.w[m * DEPTH..], &mut acc[m * PANEL..]);
+                    // SAFETY: level 1 runs only where AVX2 and FMA were found; lengths were checked above.
+                    unsafe {
+                        if M >= 4 {
+                            x86::avx2::<4>(self.depth, w, x, acc)
+                        } else {
+                            x86::avx2::<1>(self.depth, w, x, acc)
+                        }
+                    }
+                }
+            }
+            return M;
+        }
+        for v in 0..V {
+            let (x, acc) = (&self.x[v * self.panel_len..], &mut self.acc[v * TILE * PANEL..]);
+            for m in 0..M {
+                plain(&self.w[m * DEPTH..m * DEPTH + self.depth], x, &mut acc[m * PANEL..(m + 1) * PANEL]);
+            }
+        }
+        M
+    }
+}
+
+/// One weight row times one panel.
 #[inline(always)]
-fn micro<const FMA: bool, const M: usize>(depth: usize, w: &[f32], x: &[f32], acc: &mut [f32]) -> usize {
-    let mut sums = [[0.0f32; PANEL]; M];
-    let rows: [&[f32]; M] = std::array::from_fn(|m| &w[m * DEPTH..m * DEPTH + depth]);
-    for (k, lanes) in x.as_chunks::<PANEL>().0.iter().enumerate().take(depth) {
+fn plain(w: &[f32], x: &[f32], acc: &mut [f32]) {
+    let mut sums = [0.0f32; PANEL];
+    for (w, lanes) in w.iter().zip(x.as_chunks::<PANEL>().0) {
+        for l in 0..PANEL {
+            sums[l] += w * lanes[l];
+        }
+    }
+    acc.iter_mut().zip(sums).for_each(|(acc, sum)| *acc += sum);
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::*;
+
+    use super::{DEPTH, PANEL, TILE};
+
+    /// `M` weight rows times `V` panels, sums in registers (`M * V + V + 1` of 32).
+    ///
+    /// # Safety
+    /// `w` has `M` rows of `DEPTH` (the last at least `depth` long), `x` `depth * PANEL` at each panel, `acc` `M * PANEL`
+    /// at each panel.
+    #[target_feature(enable = "avx512f")]
+    pub(super) unsafe fn avx512<const M: usize, const V: usize>(
+        depth: usize,
+        w: &[f32],
+        x: &[f32],
+        panel_len: usize,
+        acc: &mut [f32],
+    ) {
+        let (w, x, acc) = (w.as_ptr(), x.as_ptr(), acc.as_mut_ptr());
+        let mut sums = [[_mm512_setzero_ps(); V]; M];
+        for k in 0..depth {
+            let mut lanes = [_mm512_setzero_ps(); V];
+            for v in 0..V {
+                // SAFETY: by the lengths above.
+                lanes[v] = unsafe { _mm512_loadu_ps(x.add(v * panel_len + k * PANEL)) };
+            }
+            for m in 0..M {
+                // SAFETY: by the lengths above.
+                let weight = unsafe { _mm512_set1_ps(*w.add(m * DEPTH + k)) };
+                for v in 0..V {
+                    sums[m][v] = _mm512_fmadd_ps(weight, lanes[v], sums[m][v]);
+                }
+            }
+        }
         for m in 0..M {
-            let weight = rows[m][k];
-            for l in 0..PANEL {
-                sums[m][l] = fma::<FMA>(weight, lanes[l], sums[m][l]);
+            for v in 0..V {
+                // SAFETY: by the lengths above.
+                unsafe {
+                    let at = acc.add(v * TILE * PANEL + m * PANEL);
+                    _mm512_storeu_ps(at, _mm512_add_ps(_mm512_loadu_ps(at), sums[m][v]));
+                }
             }
         }
     }
-    for (sums, acc) in sums.iter().zip(acc.as_chunks_mut::<PANEL>().0) {
-        for l in 0..PANEL {
-            acc[l] += sums[l];
+
+    /// `M` weight rows times one panel, sums in registers (`2 M + 3` of 16).
+    ///
+    /// # Safety
+    /// As for `avx512`.
+    #[target_feature(enable = "avx2,fma")]
+    pub(super) unsafe fn avx2<const M: usize>(depth: usize, w: &[f32], x: &[f32], acc: &mut [f32]) {
+        let (w, x, acc) = (w.as_ptr(), x.as_ptr(), acc.as_mut_ptr());
+        let mut sums = [[_mm256_setzero_ps(); 2]; M];
+        for k in 0..depth {
+            // SAFETY: by the lengths above.
+            let lanes = unsafe { [_mm256_loadu_ps(x.add(k * PANEL)), _mm256_loadu_ps(x.add(k * PANEL + 8))] };
+            for m in 0..M {
+                // SAFETY: by the lengths above.
+                let weight = unsafe { _mm256_broadcast_ss(&*w.add(m * DEPTH + k)) };
+                for v in 0..2 {
+                    sums[m][v] = _mm256_fmadd_ps(weight, lanes[v], sums[m][v]);
+                }
+            }
+        }
+        for m in 0..M {
+            for v in 0..2 {
+                // SAFETY: by the lengths above.
+                unsafe {
+                    let at = acc.add(m * PANEL + 8 * v);
+                    _mm256_storeu_ps(at, _mm256_add_ps(_mm256_loadu_ps(at), sums[m][v]));
+                }
+            }
         }
     }
-    M
 }

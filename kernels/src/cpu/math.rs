@@ -5,21 +5,21 @@ use super::simd::fma;
 /// `exp(x)` to about 1.5 ulp: reduction by powers of two and a polynomial of degree 6 (Cephes). Below -87.3 it is 0
 /// (no subnormal results), above 88.7 infinity; NaN stays NaN.
 #[inline(always)]
-pub(super) fn exp<const FMA: bool>(x: f32) -> f32 {
+pub(super) fn exp<const L: u8>(x: f32) -> f32 {
     const LN2_HIGH: f32 = 0.693_359_4;
     const LN2_LOW: f32 = -2.121_944_4e-4;
     let clamped = x.clamp(-87.5, 88.8);
     // Adding and taking away 1.5 * 2^23 rounds to the nearest whole number.
     const ROUND: f32 = 12_582_912.0;
-    let n = fma::<FMA>(clamped, std::f32::consts::LOG2_E, ROUND) - ROUND;
-    let r = fma::<FMA>(n, -LN2_LOW, fma::<FMA>(n, -LN2_HIGH, clamped));
+    let n = fma::<L>(clamped, std::f32::consts::LOG2_E, ROUND) - ROUND;
+    let r = fma::<L>(n, -LN2_LOW, fma::<L>(n, -LN2_HIGH, clamped));
     let mut p = 1.987_569_1e-4;
-    p = fma::<FMA>(p, r, 1.398_2e-3);
-    p = fma::<FMA>(p, r, 8.333_452e-3);
-    p = fma::<FMA>(p, r, 4.166_579_6e-2);
-    p = fma::<FMA>(p, r, 1.666_666_5e-1);
-    p = fma::<FMA>(p, r, 0.5);
-    let value = fma::<FMA>(r * r, p, r) + 1.0;
+    p = fma::<L>(p, r, 1.398_2e-3);
+    p = fma::<L>(p, r, 8.333_452e-3);
+    p = fma::<L>(p, r, 4.166_579_6e-2);
+    p = fma::<L>(p, r, 1.666_666_5e-1);
+    p = fma::<L>(p, r, 0.5);
+    let value = fma::<L>(r * r, p, r) + 1.0;
     // 2^n in two halves, so that n = 128 and n = -127 do not leave the range.
     let half = (n * 0.5).floor();
     let power = |n: f32| f32::from_bits(((n as i32 + 127) << 23) as u32);
@@ -34,22 +34,22 @@ pub(super) const LANES: usize = 64;
 
 /// `acc[i mod LANES] += a[i] * b[i]`, in the order of i.
 #[inline(always)]
-pub(super) fn accumulate<const FMA: bool>(a: &[f32], b: &[f32], acc: &mut [f32; LANES]) {
+pub(super) fn accumulate<const L: u8>(a: &[f32], b: &[f32], acc: &mut [f32; LANES]) {
     let (a_whole, a_rest) = a.as_chunks::<LANES>();
     let (b_whole, b_rest) = b.as_chunks::<LANES>();
     for (a, b) in a_whole.iter().zip(b_whole) {
         for l in 0..LANES {
-            acc[l] = fma::<FMA>(a[l], b[l], acc[l]);
+            acc[l] = fma::<L>(a[l], b[l], acc[l]);
         }
     }
     for ((acc, &a), &b) in acc.iter_mut().zip(a_rest).zip(b_rest) {
-        *acc = fma::<FMA>(a, b, *acc);
+        *acc = fma::<L>(a, b, *acc);
     }
 }
 
 /// The sum of all lanes, pairwise in a fixed order.
 #[inline(always)]
-pub(super) fn reduce(acc: &[f32; LANES]) -> f32 {
+pub(crate) fn reduce(acc: &[f32; LANES]) -> f32 {
     let mut acc = *acc;
     let mut n = LANES / 2;
     while n > 0 {
@@ -63,9 +63,9 @@ pub(super) fn reduce(acc: &[f32; LANES]) -> f32 {
 
 /// `a . b` in a fixed order.
 #[inline(always)]
-pub(super) fn dot<const FMA: bool>(a: &[f32], b: &[f32]) -> f32 {
+pub(super) fn dot<const L: u8>(a: &[f32], b: &[f32]) -> f32 {
     let mut acc = [0.0; LANES];
-    accumulate::<FMA>(a, b, &mut acc);
+    accumulate::<L>(a, b, &mut acc);
     reduce(&acc)
 }
 

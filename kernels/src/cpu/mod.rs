@@ -29,6 +29,8 @@ use std::cell::RefCell;
 use evergraph_pool::driver::Fault;
 use evergraph_pool::driver::host::{HostKernel, KernelContext};
 
+pub(crate) use math::reduce;
+
 use crate::KernelError;
 
 /// A pointer parameter.

@@ -144,6 +144,6 @@ per_level! {
 }
 
 #[inline(always)]
-fn add_scaled_body<const FMA: bool>(factor: f32, x: &[f32], out: &mut [f32]) {
-    out.iter_mut().zip(x).for_each(|(out, &x)| *out = fma::<FMA>(factor, x, *out));
+fn add_scaled_body<const L: u8>(factor: f32, x: &[f32], out: &mut [f32]) {
+    out.iter_mut().zip(x).for_each(|(out, &x)| *out = fma::<L>(factor, x, *out));
 }

@@ -46,8 +46,8 @@ per_level! {
 }
 
 #[inline(always)]
-fn norm_body<const FMA: bool>(x: &[f32], weight: Option<&[f32]>, eps: f32, scale: f32, out: &mut [f32]) {
-    let factor = scale / (dot::<FMA>(x, x) / x.len() as f32 + eps).sqrt();
+fn norm_body<const L: u8>(x: &[f32], weight: Option<&[f32]>, eps: f32, scale: f32, out: &mut [f32]) {
+    let factor = scale / (dot::<L>(x, x) / x.len() as f32 + eps).sqrt();
     match weight {
         Some(weight) => {
             for ((out, x), w) in out.iter_mut().zip(x).zip(weight) {
@@ -67,7 +67,7 @@ per_level! {
 }
 
 #[inline(always)]
-fn add_body<const FMA: bool>(x: &[f32], out: &mut [f32]) {
+fn add_body<const L: u8>(x: &[f32], out: &mut [f32]) {
     for (out, x) in out.iter_mut().zip(x) {
         *out += x;
     }

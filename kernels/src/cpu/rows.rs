@@ -78,12 +78,12 @@ per_level! {
 }
 
 #[inline(always)]
-fn to_f16_body<const FMA: bool>(src: &[f32], dst: &mut [u16]) {
+fn to_f16_body<const L: u8>(src: &[f32], dst: &mut [u16]) {
     dst.iter_mut().zip(src).for_each(|(dst, &src)| *dst = f32_to_f16(src));
 }
 
 #[inline(always)]
-fn to_bf16_body<const FMA: bool>(src: &[f32], dst: &mut [u16]) {
+fn to_bf16_body<const L: u8>(src: &[f32], dst: &mut [u16]) {
     dst.iter_mut().zip(src).for_each(|(dst, &src)| *dst = f32_to_bf16(src));
 }
 

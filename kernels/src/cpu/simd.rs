@@ -8,11 +8,11 @@ use std::sync::OnceLock;
 #[non_exhaustive]
 pub enum Level {
     /// What every machine of the target has.
-    Plain,
+    Plain = 0,
     /// AVX2, FMA and F16C.
-    Avx2,
+    Avx2 = 1,
     /// AVX-512 F, BW, DQ and VL.
-    Avx512,
+    Avx512 = 2,
 }
 
 impl Level {
@@ -49,7 +49,7 @@ impl Level {
 }
 
 /// Makes a function that runs `$body`, compiled once per level. `$body` is an `#[inline(always)]` function whose
-/// first generic argument says whether fused multiply-add is one instruction.
+/// first generic argument is the level as a number.
 macro_rules! per_level {
     ($(#[$meta:meta])* $vis:vis fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? = $body:ident) => {
         $(#[$meta])*
@@ -58,11 +58,11 @@ macro_rules! per_level {
             {
                 #[target_feature(enable = "avx2,fma,f16c")]
                 fn avx2($($arg: $ty),*) $(-> $ret)? {
-                    $body::<true>($($arg),*)
+                    $body::<1>($($arg),*)
                 }
                 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
                 fn avx512($($arg: $ty),*) $(-> $ret)? {
-                    $body::<true>($($arg),*)
+                    $body::<2>($($arg),*)
                 }
                 // A `Level` above plain comes from `Level::current` or `Level::available` only.
                 #[allow(unsafe_code)]
@@ -76,7 +76,7 @@ macro_rules! per_level {
             }
             #[cfg(not(target_arch = "x86_64"))]
             let _ = level;
-            $body::<false>($($arg),*)
+            $body::<0>($($arg),*)
         }
     };
 }
@@ -84,6 +84,6 @@ pub(crate) use per_level;
 
 /// `a * b + c`, fused where that is one instruction.
 #[inline(always)]
-pub(crate) fn fma<const FMA: bool>(a: f32, b: f32, c: f32) -> f32 {
-    if FMA { a.mul_add(b, c) } else { a * b + c }
+pub(crate) fn fma<const L: u8>(a: f32, b: f32, c: f32) -> f32 {
+    if L > 0 { a.mul_add(b, c) } else { a * b + c }
 }

@@ -91,12 +91,21 @@ pub(super) fn iq4_nl(b: &[u8; 18], out: &mut [f32; 32]) {
 /// Values of the 4-bit floats (E2M1); as in ggml there is no negative zero.
 pub(super) const FP4_CODES: [f32; 16] = [0., 0.5, 1., 1.5, 2., 3., 4., 6., 0., -0.5, -1., -1.5, -2., -3., -4., -6.];
 
+/// Scale of an MXFP4 block and a factor of its codes.
+#[inline(always)]
+pub(super) fn fp4_scale(e: u8) -> (f32, f32) {
+    match e {
+        // 2^-127 is subnormal.
+        0 => (f32::from_bits(0x0040_0000), 1.0),
+        // 2^128 is no float: ggml takes the doubled codes with half the scale, here as there.
+        255 => (f32::from_bits(254 << 23), 2.0),
+        e => (f32::from_bits(u32::from(e) << 23), 1.0),
+    }
+}
+
 #[inline(always)]
 pub(super) fn mxfp4(b: &[u8; 17], out: &mut [f32; 32]) {
-    // 2^(e - 127) exactly, subnormal for e = 0.
-    let scale = if b[0] == 0 { f32::from_bits(0x0040_0000) } else { f32::from_bits(u32::from(b[0]) << 23) };
-    // 2^128 is no float: ggml takes the doubled codes with half the scale, here as there.
-    let (scale, factor) = if b[0] == 255 { (f32::from_bits(254 << 23), 2.0) } else { (scale, 1.0) };
+    let (scale, factor) = fp4_scale(b[0]);
     for j in 0..16 {
         out[j] = scale * (factor * FP4_CODES[usize::from(b[1 + j] & 15)]);
         out[j + 16] = scale * (factor * FP4_CODES[usize::from(b[1 + j] >> 4)]);

@@ -25,9 +25,9 @@ pub(super) fn q2_k(b: &[u8; 84], out: &mut [f32; 256]) {
     }
 }
 
+/// The sixteen six-bit scales of Q3_K, 32 too great.
 #[inline(always)]
-pub(super) fn q3_k(b: &[u8; 110], out: &mut [f32; 256]) {
-    let d = half(b, 108);
+pub(super) fn q3_scales(b: &[u8; 110]) -> [i32; 16] {
     let packed = &b[96..108];
     let mut scales = [0i32; 16];
     for k in 0..4 {
@@ -37,6 +37,13 @@ pub(super) fn q3_k(b: &[u8; 110], out: &mut [f32; 256]) {
         scales[8 + k] = (a >> 4) | (((c >> 4) & 3) << 4);
         scales[12 + k] = (m >> 4) | (((c >> 6) & 3) << 4);
     }
+    scales
+}
+
+#[inline(always)]
+pub(super) fn q3_k(b: &[u8; 110], out: &mut [f32; 256]) {
+    let d = half(b, 108);
+    let scales = q3_scales(b);
     for n in 0..2 {
         for s in 0..4 {
             for group in 0..2 {
@@ -53,7 +60,7 @@ pub(super) fn q3_k(b: &[u8; 110], out: &mut [f32; 256]) {
 
 /// The eight (scale, minimum) pairs of Q4_K and Q5_K.
 #[inline(always)]
-fn pairs(s: &[u8; 12]) -> [(u8, u8); 8] {
+pub(super) fn pairs(s: &[u8; 12]) -> [(u8, u8); 8] {
     let mut pairs = [(0, 0); 8];
     for j in 0..4 {
         pairs[j] = (s[j] & 63, s[j + 4] & 63);
@@ -63,7 +70,7 @@ fn pairs(s: &[u8; 12]) -> [(u8, u8); 8] {
 }
 
 #[inline(always)]
-fn scales(b: &[u8]) -> [u8; 12] {
+pub(super) fn scales(b: &[u8]) -> [u8; 12] {
     let mut scales = [0; 12];
     scales.copy_from_slice(&b[4..16]);
     scales

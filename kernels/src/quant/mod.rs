@@ -10,6 +10,8 @@ mod kquants;
 #[cfg(test)]
 mod tests;
 mod types;
+#[cfg(target_arch = "x86_64")]
+mod x86;
 
 pub use types::QuantType;
 
@@ -52,12 +54,19 @@ per_level! {
 }
 
 #[inline(always)]
-pub(crate) fn decode_body<const FMA: bool>(ty: QuantType, bytes: &[u8], out: &mut [f32]) {
+pub(crate) fn decode_body<const L: u8>(ty: QuantType, bytes: &[u8], out: &mut [f32]) {
     #[inline(always)]
     fn each<const B: usize, const N: usize>(bytes: &[u8], out: &mut [f32], f: impl Fn(&[u8; B], &mut [f32; N])) {
         for (b, o) in bytes.as_chunks::<B>().0.iter().zip(out.as_chunks_mut::<N>().0) {
             f(b, o);
         }
+    }
+    #[cfg(target_arch = "x86_64")]
+    #[allow(unsafe_code)]
+    if L == 2 {
+        // SAFETY: level 2 runs only where AVX-512 was found.
+        unsafe { x86::decode(ty, bytes, out) };
+        return;
     }
     match ty {
         QuantType::F32 => each(bytes, out, blocks::f32),
@@ -79,5 +88,25 @@ pub(crate) fn decode_body<const FMA: bool>(ty: QuantType, bytes: &[u8], out: &mu
         QuantType::MXFP4 => each(bytes, out, blocks::mxfp4),
         // Ops refuse the rest when they check their weights.
         _ => {}
+    }
+}
+
+/// `y[r] = w[r] . x` straight from the blocks. The caller runs at the widest level, where there is code for it; false
+/// where there is none.
+#[inline(always)]
+pub(crate) fn dot_rows(ty: QuantType, w: &[u8], row_bytes: usize, x: &[f32], y: &mut [f32]) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    {
+        // SAFETY: level 2 runs only where AVX-512 was found.
+        #[allow(unsafe_code)]
+        unsafe {
+            x86::dot_rows(ty, w, row_bytes, x, y);
+        }
+        true
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    {
+        let _ = (ty, w, row_bytes, x, y);
+        false
     }
 }
