@@ -73,7 +73,7 @@ per_level! {
 
 #[inline(always)]
 #[allow(clippy::too_many_arguments)]
-fn score_row_body<const FMA: bool>(
+fn score_row_body<const L: u8>(
     ty: QuantType,
     k: &Rows<u8>,
     kv_head: usize,
@@ -86,8 +86,8 @@ fn score_row_body<const FMA: bool>(
     out.fill(f32::NEG_INFINITY);
     for c in visible {
         // SAFETY: stream order keeps writers of the cache away while the kernel runs.
-        decode_body::<FMA>(ty, unsafe { k.row(c, kv_head) }, wide);
-        out[c] = dot::<FMA>(q, wide) * scale;
+        decode_body::<L>(ty, unsafe { k.row(c, kv_head) }, wide);
+        out[c] = dot::<L>(q, wide) * scale;
     }
 }
 
@@ -118,13 +118,13 @@ per_level! {
 }
 
 #[inline(always)]
-fn soft_max_row_body<const FMA: bool>(row: &mut [f32]) {
+fn soft_max_row_body<const L: u8>(row: &mut [f32]) {
     let max = greatest(row);
     if max == f32::NEG_INFINITY {
         row.fill(0.0);
         return;
     }
-    row.iter_mut().for_each(|x| *x = exp::<FMA>(*x - max));
+    row.iter_mut().for_each(|x| *x = exp::<L>(*x - max));
     let factor = 1.0 / sum(row);
     row.iter_mut().for_each(|x| *x *= factor);
 }
@@ -158,7 +158,7 @@ per_level! {
 }
 
 #[inline(always)]
-fn value_row_body<const FMA: bool>(
+fn value_row_body<const L: u8>(
     ty: QuantType,
     v: &Rows<u8>,
     kv_head: usize,
@@ -169,7 +169,7 @@ fn value_row_body<const FMA: bool>(
     out.fill(0.0);
     for (c, &p) in p.iter().enumerate().filter(|(_, p)| **p != 0.0) {
         // SAFETY: stream order keeps writers of the cache away while the kernel runs.
-        decode_body::<FMA>(ty, unsafe { v.row(c, kv_head) }, wide);
-        out.iter_mut().zip(&*wide).for_each(|(out, &v)| *out = fma::<FMA>(p, v, *out));
+        decode_body::<L>(ty, unsafe { v.row(c, kv_head) }, wide);
+        out.iter_mut().zip(&*wide).for_each(|(out, &v)| *out = fma::<L>(p, v, *out));
     }
 }
