@@ -18,6 +18,7 @@
 
 #[cfg(feature = "conformance")]
 pub mod conformance;
+pub mod cuda;
 mod error;
 pub mod faulty;
 pub mod host;

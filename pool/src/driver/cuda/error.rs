@@ -1,0 +1,73 @@
+//! The driver's numbers as our errors.
+
+use std::ffi::CStr;
+
+use cudarc::driver::sys;
+
+use crate::driver::{DeviceOrdinal, DevicePtr, DriverError, DriverErrorKind as Kind, DriverResult, Fault};
+
+/// The name of a status. Only called once the library is known to be there.
+fn name(status: sys::CUresult) -> String {
+    let mut text = std::ptr::null();
+    // SAFETY: the symbol is in `REQUIRED` and was found before any call could fail; `text` is live.
+    let found = unsafe { sys::cuGetErrorName(status, &raw mut text) };
+    if found as u32 != 0 || text.is_null() {
+        return "unknown".to_owned();
+    }
+    // SAFETY: the driver's own static, NUL-terminated string.
+    unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+}
+
+/// What a status means.
+fn kind(code: u32, name: impl FnOnce() -> String) -> Kind {
+    match code {
+        1 => Kind::InvalidValue("refused by the driver"),
+        2 => Kind::OutOfMemory,
+        201 => Kind::InvalidContext,
+        400 => Kind::InvalidHandle("refused by the driver"),
+        500 => Kind::NotFound,
+        // Illegal address, hardware stack, illegal instruction, misaligned address, address space, program counter,
+        // launch failure, illegal address of a contained context: the context is lost.
+        700 | 714..=719 | 721 => Kind::Fault(Fault {
+            address: DevicePtr::NULL,
+            bytes: 0,
+            write: false,
+            op: "unknown".to_owned(),
+            owner: name(),
+        }),
+        705 | 217 => Kind::PeerAccess,
+        801 => Kind::NotSupported("by this driver or device"),
+        // Unsupported, merge, isolation, implicit.
+        900 | 902 | 905 | 906 => Kind::CaptureUnsupported,
+        901 => Kind::CaptureInvalidated,
+        903 => Kind::CaptureState,
+        904 => Kind::CaptureUnjoined,
+        907 => Kind::CapturedEvent,
+        908 => Kind::CaptureWrongThread,
+        _ => Kind::Other { code, name: name() },
+    }
+}
+
+/// A status as a result.
+pub(super) fn check(call: &'static str, device: DeviceOrdinal, status: sys::CUresult) -> DriverResult<()> {
+    match status as u32 {
+        0 => Ok(()),
+        code => Err(DriverError::new(call, device, kind(code, || name(status)))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn statuses_keep_their_meaning() {
+        let of = |code| kind(code, || "NAME".to_owned());
+        assert_eq!(of(2), Kind::OutOfMemory);
+        assert_eq!(of(901), Kind::CaptureInvalidated);
+        assert_eq!(of(904), Kind::CaptureUnjoined);
+        assert_eq!(of(907), Kind::CapturedEvent);
+        assert!(matches!(of(700), Kind::Fault(Fault { owner, .. }) if owner == "NAME"));
+        assert_eq!(of(600), Kind::Other { code: 600, name: "NAME".to_owned() });
+    }
+}

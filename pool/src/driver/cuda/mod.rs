@@ -1,0 +1,290 @@
+//! The CUDA body: cudarc's `sys` level, one driver call a method, `libcuda` loaded at run time.
+//!
+//! **Not exercised yet**: it compiles against the headers, and that is all that is claimed. What it settles is that
+//! the traits fit the driver one to one.
+//!
+//! The primary context of the device is used, so that libraries built on the runtime API share it. No stream-ordered
+//! allocation is ever made. Needs a driver of 12.4 or later (parameter layouts); what is missing is named by
+//! [`CudaDevice::open`].
+//!
+//! cudarc's own `DriverError` is not used: formatting it calls the driver.
+
+mod error;
+mod graph;
+mod memory;
+mod module;
+mod stream;
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use cudarc::driver::sys;
+use parking_lot::Mutex;
+
+use super::{
+    DeviceInfo, DeviceOrdinal, Driver, DriverError, DriverErrorKind, DriverResult, Fault, FunctionHandle, ParamLayout,
+};
+
+/// Calls a driver function and turns its status into a result.
+macro_rules! cuda {
+    ($device:expr, $call:expr, $function:ident($($arg:expr),* $(,)?)) => {{
+        // SAFETY: handles and addresses are plain values that the driver checks; out pointers are live locals for
+        // the length of the call; what a caller must promise beyond that is in the trait's own contract. The symbol
+        // is there: `open` looked for every one in `REQUIRED`.
+        let status = unsafe { cudarc::driver::sys::$function($($arg),*) };
+        $device.check($call, status)
+    }};
+}
+use cuda;
+
+/// Every driver function that this body calls.
+const REQUIRED: &[&str] = &[
+    "cuInit",
+    "cuGetErrorName",
+    "cuDeviceGet",
+    "cuDeviceGetCount",
+    "cuDeviceGetName",
+    "cuDeviceGetAttribute",
+    "cuDeviceTotalMem_v2",
+    "cuDeviceCanAccessPeer",
+    "cuDevicePrimaryCtxRetain",
+    "cuDevicePrimaryCtxRelease_v2",
+    "cuCtxSetCurrent",
+    "cuCtxSynchronize",
+    "cuCtxEnablePeerAccess",
+    "cuMemGetAllocationGranularity",
+    "cuMemAddressReserve",
+    "cuMemAddressFree",
+    "cuMemCreate",
+    "cuMemMap",
+    "cuMemSetAccess",
+    "cuMemUnmap",
+    "cuMemRelease",
+    "cuMemAlloc_v2",
+    "cuMemFree_v2",
+    "cuMemGetInfo_v2",
+    "cuMemHostAlloc",
+    "cuMemFreeHost",
+    "cuMemHostRegister_v2",
+    "cuMemHostUnregister",
+    "cuMemHostGetDevicePointer_v2",
+    "cuStreamCreateWithPriority",
+    "cuStreamDestroy_v2",
+    "cuStreamGetId",
+    "cuStreamSynchronize",
+    "cuStreamQuery",
+    "cuStreamWaitEvent",
+    "cuStreamBeginCapture_v2",
+    "cuStreamEndCapture",
+    "cuStreamGetCaptureInfo_v3",
+    "cuThreadExchangeStreamCaptureMode",
+    "cuEventCreate",
+    "cuEventDestroy_v2",
+    "cuEventRecord",
+    "cuEventQuery",
+    "cuEventSynchronize",
+    "cuEventElapsedTime",
+    "cuMemcpyHtoDAsync_v2",
+    "cuMemcpyDtoHAsync_v2",
+    "cuMemcpyDtoDAsync_v2",
+    "cuMemcpyPeerAsync",
+    "cuMemsetD8Async",
+    "cuMemsetD32Async",
+    "cuLaunchHostFunc",
+    "cuUserObjectCreate",
+    "cuGraphRetainUserObject",
+    "cuGraphGetNodes",
+    "cuGraphGetEdges_v2",
+    "cuGraphNodeGetType",
+    "cuGraphKernelNodeGetParams_v2",
+    "cuGraphMemcpyNodeGetParams",
+    "cuGraphMemsetNodeGetParams",
+    "cuGraphChildGraphNodeGetGraph",
+    "cuGraphEventRecordNodeGetEvent",
+    "cuGraphEventWaitNodeGetEvent",
+    "cuGraphDestroy",
+    "cuGraphInstantiateWithFlags",
+    "cuGraphExecUpdate_v2",
+    "cuGraphUpload",
+    "cuGraphLaunch",
+    "cuGraphExecDestroy",
+    "cuModuleLoadData",
+    "cuModuleUnload",
+    "cuModuleGetFunction",
+    "cuFuncGetParamInfo",
+    "cuKernelGetParamInfo",
+    "cuLaunchKernelEx",
+];
+
+/// A CUDA device.
+#[derive(Debug)]
+pub struct CudaDevice {
+    info: DeviceInfo,
+    device: sys::CUdevice,
+    context: Context,
+    /// Primary contexts of peers, retained on first use.
+    peers: Mutex<Vec<(sys::CUdevice, Context)>>,
+    /// Layouts by function; emptied when a module goes, since handles come back.
+    layouts: Mutex<HashMap<FunctionHandle, Option<Arc<ParamLayout>>>>,
+    fault: Mutex<Option<Fault>>,
+}
+
+/// A context handle.
+#[derive(Clone, Copy, Debug)]
+struct Context(sys::CUcontext);
+
+// SAFETY: the driver lets any thread use a context that it has made current; the handle is an opaque value.
+unsafe impl Send for Context {}
+// SAFETY: as above.
+unsafe impl Sync for Context {}
+
+/// Whether the driver library can be loaded here.
+#[must_use]
+pub fn is_present() -> bool {
+    // SAFETY: loads and drops the library; its initialisers are the vendor's.
+    unsafe { sys::is_culib_present() }
+}
+
+/// How many devices there are; 0 without a driver.
+#[must_use]
+pub fn device_count() -> u32 {
+    if open_library(DeviceOrdinal(0)).is_err() {
+        return 0;
+    }
+    let mut count = 0;
+    // SAFETY: the symbol is there, `count` is live.
+    let status = unsafe { sys::cuDeviceGetCount(&raw mut count) };
+    if status as u32 == 0 { count.max(0) as u32 } else { 0 }
+}
+
+/// Loads the library, looks for every function that will be called, and initialises the driver.
+fn open_library(ordinal: DeviceOrdinal) -> DriverResult<()> {
+    const CALL: &str = "open";
+    let missing = |name: String| Err(DriverError::new(CALL, ordinal, DriverErrorKind::Other { code: 0, name }));
+    if !is_present() {
+        return missing("libcuda not found: no NVIDIA driver on the loader's path".to_owned());
+    }
+    for name in REQUIRED {
+        // SAFETY: only the presence of the symbol is asked for; it is not called under this type.
+        let found = unsafe { sys::culib().get::<unsafe extern "C" fn()>(name.as_bytes()) };
+        if found.is_err() {
+            return missing(format!("libcuda has no {name}: the driver is older than 12.4"));
+        }
+    }
+    // SAFETY: the symbol is there; initialising twice is allowed.
+    let status = unsafe { sys::cuInit(0) };
+    error::check(CALL, ordinal, status)
+}
+
+impl CudaDevice {
+    /// Opens a device by number.
+    ///
+    /// # Errors
+    /// `Other` with the name of what is missing (library, function), the driver's own error, or `InvalidValue` for a
+    /// number that no device has.
+    pub fn open(ordinal: u32) -> DriverResult<Arc<Self>> {
+        const CALL: &str = "open";
+        let number = DeviceOrdinal(ordinal);
+        open_library(number)?;
+        if ordinal >= device_count() {
+            return Err(DriverError::new(CALL, number, DriverErrorKind::InvalidValue("no such device")));
+        }
+        let probe = Probe(number);
+        let mut device = 0;
+        cuda!(probe, CALL, cuDeviceGet(&raw mut device, ordinal as i32))?;
+        let mut total_bytes = 0;
+        cuda!(probe, CALL, cuDeviceTotalMem_v2(&raw mut total_bytes, device))?;
+        let mut name = [0u8; 256];
+        cuda!(probe, CALL, cuDeviceGetName(name.as_mut_ptr().cast(), name.len() as i32, device))?;
+        let name = std::ffi::CStr::from_bytes_until_nul(&name).map(|n| n.to_string_lossy().into_owned());
+        let attribute = |which: sys::CUdevice_attribute| -> DriverResult<u32> {
+            let mut value = 0;
+            cuda!(probe, CALL, cuDeviceGetAttribute(&raw mut value, which, device))?;
+            Ok(value.max(0) as u32)
+        };
+        use sys::CUdevice_attribute as Attribute;
+        let vmm = attribute(Attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)? != 0;
+        let mut info = DeviceInfo::new(number, "cuda", name.unwrap_or_default(), total_bytes, vmm);
+        info.multiprocessors = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        info.compute_capability = (
+            attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+            attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+        );
+        let mut context = std::ptr::null_mut();
+        cuda!(probe, CALL, cuDevicePrimaryCtxRetain(&raw mut context, device))?;
+        Ok(Arc::new(Self {
+            info,
+            device,
+            context: Context(context),
+            peers: Mutex::default(),
+            layouts: Mutex::default(),
+            fault: Mutex::default(),
+        }))
+    }
+
+    fn err(&self, call: &'static str, kind: DriverErrorKind) -> DriverError {
+        DriverError::new(call, self.info.ordinal, kind)
+    }
+
+    fn check(&self, call: &'static str, status: sys::CUresult) -> DriverResult<()> {
+        let result = error::check(call, self.info.ordinal, status);
+        if let Err(DriverError { kind: DriverErrorKind::Fault(fault), .. }) = &result {
+            self.fault.lock().get_or_insert_with(|| fault.clone());
+        }
+        result
+    }
+
+    /// The primary context of a device of this process.
+    fn context_of(&self, call: &'static str, ordinal: DeviceOrdinal) -> DriverResult<sys::CUcontext> {
+        if ordinal == self.info.ordinal {
+            return Ok(self.context.0);
+        }
+        let mut device = 0;
+        cuda!(self, call, cuDeviceGet(&raw mut device, ordinal.0 as i32))?;
+        let mut peers = self.peers.lock();
+        if let Some((_, context)) = peers.iter().find(|(known, _)| *known == device) {
+            return Ok(context.0);
+        }
+        let mut context = std::ptr::null_mut();
+        cuda!(self, call, cuDevicePrimaryCtxRetain(&raw mut context, device))?;
+        peers.push((device, Context(context)));
+        Ok(context)
+    }
+}
+
+/// Status checks before there is a device.
+#[derive(Clone, Copy)]
+struct Probe(DeviceOrdinal);
+
+impl Probe {
+    fn check(self, call: &'static str, status: sys::CUresult) -> DriverResult<()> {
+        error::check(call, self.0, status)
+    }
+}
+
+impl Driver for CudaDevice {
+    fn bind(&self) -> DriverResult<()> {
+        cuda!(self, "bind", cuCtxSetCurrent(self.context.0))
+    }
+
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn fault(&self) -> Option<Fault> {
+        self.fault.lock().clone()
+    }
+}
+
+impl Drop for CudaDevice {
+    fn drop(&mut self) {
+        // Errors at the end of a process (the driver is gone already) have nobody to go to.
+        for (device, _) in self.peers.lock().drain(..) {
+            let _ = cuda!(Probe(self.info.ordinal), "close", cuDevicePrimaryCtxRelease_v2(device));
+        }
+        let _ = cuda!(Probe(self.info.ordinal), "close", cuDevicePrimaryCtxRelease_v2(self.device));
+    }
+}
+
+#[cfg(test)]
+mod tests;
