@@ -146,7 +146,9 @@ fn plain(w: &[f32], x: &[f32], acc: &mut [f32]) {
     acc.iter_mut().zip(sums).for_each(|(acc, sum)| *acc += sum);
 }
 
+// Counted loops over register arrays, which unroll wholly.
 #[cfg(target_arch = "x86_64")]
+#[allow(clippy::needless_range_loop)]
 mod x86 {
     use std::arch::x86_64::*;
 

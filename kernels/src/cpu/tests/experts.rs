@@ -1,1 +1,123 @@
+use super::*;
+use crate::ops::{ExpertSum, Router, Scoring};
 
+struct Routed {
+    ids: Vec<i32>,
+    weights: Vec<f32>,
+}
+
+#[allow(clippy::too_many_arguments)]
+fn route(
+    logits: &[f32],
+    experts: usize,
+    used: usize,
+    bias: Option<&[f32]>,
+    scoring: Scoring,
+    groups: Option<(u32, u32)>,
+    norm: bool,
+    scale: f32,
+) -> Routed {
+    let mut memory = Memory::default();
+    let tokens = logits.len() / experts;
+    let (ids, weights) = (memory.ints(&[tokens, used], &vec![-9; tokens * used]), memory.output(&[tokens, used]));
+    let op = Router {
+        logits: memory.strided(&[tokens, experts], logits, 3),
+        bias: bias.map(|b| memory.floats(&[experts], b)),
+        ids: ids.clone(),
+        weights: weights.clone(),
+        scoring,
+        groups,
+        norm,
+        scale,
+    };
+    memory.run(&op).unwrap();
+    Routed { ids: read_ints(&ids), weights: read(&weights) }
+}
+
+#[test]
+fn softmax_router_takes_the_best_and_breaks_ties_low() {
+    let logits = [0.0, 2.0, 1.0, 2.0, -1.0, 5.0, 5.0, 5.0, 5.0, 5.0];
+    let r = route(&logits, 5, 3, None, Scoring::Softmax, None, false, 1.0);
+    assert_eq!(r.ids, [1, 3, 2, 0, 1, 2]);
+    let sum: f64 = logits[..5].iter().map(|&l| f64::from(l).exp()).sum();
+    let want: Vec<f64> = [2.0f64, 2.0, 1.0].iter().map(|l| l.exp() / sum).chain([0.2; 3]).collect();
+    close(&r.weights, &want, 1e-6);
+    let r = route(&logits, 5, 3, None, Scoring::Softmax, None, true, 2.5);
+    close(&[r.weights[..3].iter().sum::<f32>(), r.weights[3..].iter().sum()], &[2.5, 2.5], 1e-6);
+}
+
+#[test]
+fn the_bias_moves_the_choice_and_not_the_weight() {
+    let logits = [0.0, 1.0, 2.0, 3.0];
+    let bias = [1.0, 0.0, 0.0, -1.0];
+    let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
+    let r = route(&logits, 4, 2, Some(&bias), Scoring::Sigmoid, None, false, 1.0);
+    assert_eq!(r.ids, [0, 2]);
+    close(&r.weights, &[sigmoid(0.0), sigmoid(2.0)], 1e-6);
+    let r = route(&logits, 4, 2, Some(&bias), Scoring::SqrtSoftplus, None, false, 1.0);
+    let s = |x: f64| (1.0 + x.exp()).ln().sqrt();
+    assert_eq!(r.ids, [0, 2]);
+    close(&r.weights, &[s(0.0), s(2.0)], 1e-6);
+}
+
+#[test]
+fn groups_compete_with_their_two_best() {
+    // Group sums (two best): 0: 5.0, 1: 4.5, 2: 4.9.
+    let logits = [4.0, 1.0, 0.0, 2.0, 2.5, 0.0, 2.4, 2.5, 2.45];
+    let ranks = |scoring| route(&logits, 9, 3, None, scoring, Some((3, 2)), false, 1.0).ids;
+    // Softmax and softplus keep the order of logits but not of sums; bias alone shows the rule.
+    let zeros = [0.0f32; 9];
+    let r = route(&zeros, 9, 3, Some(&logits), Scoring::Sigmoid, Some((3, 2)), true, 1.0);
+    assert_eq!(r.ids, [0, 7, 8], "group 1 is out, although it has more than expert 1");
+    close(&r.weights, &[1.0 / 3.0; 3], 1e-6);
+    assert_eq!(ranks(Scoring::Softmax)[0], 0);
+}
+
+#[test]
+fn a_router_full_of_nan_still_names_experts() {
+    let r = route(&[f32::NAN; 8], 8, 3, None, Scoring::Softmax, None, true, 1.0);
+    assert!(r.ids.iter().all(|&id| (0..8).contains(&id)), "{:?}", r.ids);
+    let r = route(&[f32::INFINITY, 0.0, f32::NEG_INFINITY, 0.0], 4, 2, None, Scoring::Sigmoid, None, true, 1.0);
+    assert_eq!(r.ids, [0, 1]);
+}
+
+#[test]
+fn expert_sum_weighs_scales_and_adds() {
+    let (tokens, used, width, experts) = (4, 3, 33, 5);
+    let (y, w, h) = (random(1, tokens * used * width), random(2, tokens * used), random(3, tokens * width));
+    let scale = random(4, experts);
+    let ids: Vec<i32> = (0..tokens * used).map(|i| (i * 2 % experts) as i32).collect();
+    for (scaled, added) in [(false, false), (true, true)] {
+        let mut memory = Memory::default();
+        let out = memory.floats(&[tokens, width], &h);
+        let op = ExpertSum {
+            y: memory.strided(&[tokens, used, width], &y, 2),
+            weights: memory.floats(&[tokens, used], &w),
+            expert_scale: scaled.then(|| (memory.floats(&[experts], &scale), memory.ints(&[tokens, used], &ids))),
+            residual: added.then(|| out.clone()),
+            out: out.clone(),
+        };
+        memory.run(&op).unwrap();
+        let mut want = Vec::new();
+        for t in 0..tokens {
+            for c in 0..width {
+                let part = |k: usize| {
+                    let s = if scaled { f64::from(scale[ids[t * used + k] as usize]) } else { 1.0 };
+                    f64::from(w[t * used + k]) * s * f64::from(y[(t * used + k) * width + c])
+                };
+                let start = if added { f64::from(h[t * width + c]) } else { 0.0 };
+                want.push(start + (0..used).map(part).sum::<f64>());
+            }
+        }
+        close(&read(&out), &want, 1e-6);
+    }
+    let mut memory = Memory::default();
+    let op = ExpertSum {
+        y: memory.floats(&[1, 1, 2], &[1.0; 2]),
+        weights: memory.floats(&[1, 1], &[1.0]),
+        expert_scale: Some((memory.floats(&[2], &[1.0; 2]), memory.ints(&[1, 1], &[2]))),
+        residual: None,
+        out: memory.output(&[1, 2]),
+    };
+    assert!(memory.run(&op).unwrap_err().owner.contains("expert id"));
+}

@@ -21,14 +21,15 @@ use crate::quant::{QuantType, dequantize, quantize};
 /// Device memory made of plain buffers; nothing outside them may be touched.
 #[derive(Default)]
 pub(super) struct Memory {
-    buffers: Vec<Vec<u64>>,
+    /// Each with the bytes of it that are mapped.
+    buffers: Vec<(Vec<u64>, usize)>,
 }
 
 impl SpanCheck for Memory {
     fn check(&self, op: &str, ptr: DevicePtr, bytes: usize, write: bool) -> Result<(), Fault> {
-        let inside = |buffer: &Vec<u64>| {
+        let inside = |(buffer, mapped): &(Vec<u64>, usize)| {
             let start = buffer.as_ptr() as u64;
-            let end = start + 8 * buffer.len() as u64;
+            let end = start + *mapped as u64;
             start <= ptr.0 && ptr.0 < end && bytes as u64 <= end - ptr.0
         };
         if self.buffers.iter().any(inside) {
@@ -42,7 +43,7 @@ impl Memory {
     pub(super) fn root(&mut self, bytes: usize) -> Arc<Root> {
         let buffer = vec![0u64; bytes.div_ceil(8)];
         let ptr = DevicePtr(buffer.as_ptr() as u64);
-        self.buffers.push(buffer);
+        self.buffers.push((buffer, bytes.next_multiple_of(8)));
         Root::new(format!("buffer {}", self.buffers.len()), ptr, bytes, DeviceOrdinal(0))
     }
 
