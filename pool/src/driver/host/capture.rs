@@ -12,6 +12,7 @@ use super::thread;
 use crate::driver::{
     CaptureMode, CaptureStatus, DriverErrorKind as Kind, DriverResult, EventHandle, GraphHandle, StreamHandle,
 };
+use crate::mutant;
 
 /// A capture under way.
 #[derive(Debug)]
@@ -48,7 +49,7 @@ impl HostDevice {
     /// The rule for potentially unsafe calls: whose captures this thread may break, it must not call into. Refused,
     /// it breaks them.
     pub(super) fn not_capturing(&self, call: &'static str, state: &mut State) -> DriverResult<()> {
-        if state.captures.is_empty() {
+        if state.captures.is_empty() || mutant::is("host.unsafe-calls-pass") {
             return Ok(());
         }
         let me = std::thread::current().id();
@@ -60,12 +61,12 @@ impl HostDevice {
             let conflict = match mine {
                 CaptureMode::Relaxed => false,
                 CaptureMode::ThreadLocal => own,
-                CaptureMode::Global => own || foreign,
+                CaptureMode::Global => own || (foreign && !mutant::is("host.other-threads-pass")),
             };
-            if conflict {
+            if conflict && !mutant::is("host.refused-calls-break-nothing") {
                 capture.invalid = true;
-                broken = true;
             }
+            broken |= conflict;
         }
         if broken { Err(self.err(call, Kind::CaptureUnsupported)) } else { Ok(()) }
     }
@@ -101,6 +102,9 @@ impl HostDevice {
     pub(super) fn device_not_capturing(&self, call: &'static str, state: &mut State) -> DriverResult<()> {
         let captures: Vec<usize> =
             state.queues.iter().filter(|(_, s)| s.device == self.ordinal()).filter_map(|(_, s)| s.capture).collect();
+        if mutant::is("host.device-wait-passes") {
+            return Ok(());
+        }
         for &capture in &captures {
             state.captures[capture].invalid = true;
         }
@@ -115,6 +119,9 @@ impl HostDevice {
         event: EventHandle,
     ) -> DriverResult<()> {
         let Some((id, _)) = &self.event(call, state, event)?.captured else { return Ok(()) };
+        if mutant::is("host.captured-event-passes") {
+            return Ok(());
+        }
         let id = *id;
         if let Some((_, capture)) = state.captures.iter_mut().find(|(_, c)| c.id == id) {
             capture.invalid = true;
@@ -181,7 +188,9 @@ impl HostDevice {
             return match own {
                 None => Ok(false),
                 // Waiting for something outside would tie the graph to work that will not run again.
-                Some(capture) if event.record.is_some() => self.conflict(call, state, capture),
+                Some(capture) if event.record.is_some() && !mutant::is("host.no-isolation") => {
+                    self.conflict(call, state, capture)
+                }
                 Some(_) => Ok(true),
             };
         };
@@ -247,7 +256,10 @@ impl HostDevice {
         let capture_key = state.queues[key].capture.filter(|&capture| state.captures[capture].origin == key);
         let Some(capture_key) = capture_key else { return Err(self.err(CALL, Kind::CaptureState)) };
         let capture = &state.captures[capture_key];
-        if capture.mode != CaptureMode::Relaxed && capture.thread != std::thread::current().id() {
+        if capture.mode != CaptureMode::Relaxed
+            && !mutant::is("host.any-thread-ends")
+            && capture.thread != std::thread::current().id()
+        {
             return Err(self.err(CALL, Kind::CaptureWrongThread));
         }
         let ends = state.queues[key].frontier.clone();
@@ -263,8 +275,8 @@ impl HostDevice {
         }
         let kind = match (capture.invalid, unjoined) {
             (true, _) => Kind::CaptureInvalidated,
-            (false, true) => Kind::CaptureUnjoined,
-            (false, false) => {
+            (false, true) if !mutant::is("host.unjoined-passes") => Kind::CaptureUnjoined,
+            (false, _) => {
                 let def = Arc::new(GraphDef { device: capture.device, nodes: capture.nodes });
                 return Ok(state.insert_graph(def));
             }

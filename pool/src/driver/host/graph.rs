@@ -15,6 +15,7 @@ use crate::driver::{
     CaptureMode, CaptureStatus, CopySide, DriverErrorKind as Kind, DriverResult, ExecHandle, GraphHandle, Graphs, Node,
     NodeArgs, NodeHandle, StreamHandle, UpdateResult,
 };
+use crate::mutant;
 
 /// What a node does.
 #[derive(Clone, Debug)]
@@ -89,6 +90,10 @@ impl GraphDef {
             }
         }
         let mut ready: Vec<u32> = (0..self.nodes.len() as u32).filter(|&i| waits[i as usize] == 0).collect();
+        if mutant::is("host.order-of-capture") {
+            ready = (0..self.nodes.len() as u32).rev().collect();
+            waits.fill(usize::MAX);
+        }
         while let Some(index) = ready.pop() {
             let node = &self.nodes[index as usize];
             match &node.work {
@@ -316,13 +321,15 @@ impl Graphs for HostDevice {
         let new = self.graph(CALL, &state, graph)?.def.clone();
         let exec = self.exec(CALL, &mut state, exec)?;
         let result = exec.def.accepts(&new, &self.machine.space.read());
-        if result != UpdateResult::Updated {
+        if result != UpdateResult::Updated && !mutant::is("host.update-takes-anything") {
             return Ok(result);
         }
         let mut body = new.body();
         // What no getter shows, no update carries over.
         for ((_, new), (_, old)) in body.work.iter_mut().zip(&exec.body.work) {
-            if let (Work::Kernel(new), Work::Kernel(old)) = (new, old) {
+            if let (Work::Kernel(new), Work::Kernel(old)) = (new, old)
+                && !mutant::is("host.update-carries-hidden")
+            {
                 new.hidden = old.hidden;
             }
         }
@@ -356,6 +363,7 @@ impl Graphs for HostDevice {
         }
         let done = Record::new(key);
         let after = exec.last.replace(done.clone());
+        let after = after.filter(|_| !mutant::is("host.runs-overlap"));
         let body = exec.body.clone();
         self.push(CALL, &mut state, key, Op::Graph { body, after, done })
     }

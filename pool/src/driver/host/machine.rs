@@ -17,6 +17,7 @@ use super::space::Space;
 use super::work::{Function, Touched, Work, run};
 use super::{HostConfig, thread};
 use crate::driver::Fault;
+use crate::mutant;
 
 /// Key of a stream; unlike its handle it lives until the stream's last work is done.
 pub(super) type StreamKey = usize;
@@ -190,6 +191,9 @@ impl Machine {
 
     /// The first fault stays.
     pub(super) fn set_fault(&self, device: u32, fault: Fault) {
+        if mutant::is("host.faults-vanish") {
+            return;
+        }
         let context = &self.contexts[device as usize];
         context.fault.lock().get_or_insert(fault);
         context.faulted.store(true, Ordering::Release);
@@ -200,7 +204,9 @@ impl Machine {
     pub(super) fn pulled_from_under(&self, start: u64, bytes: usize, call: &str) -> bool {
         let mut any = false;
         for touched in self.touched.lock().iter() {
-            if let Some((device, op)) = touched.touching(start, bytes) {
+            if let Some((device, op)) = touched.touching(start, bytes)
+                && !mutant::is("host.running-ops-unwatched")
+            {
                 any = true;
                 let owner = format!("{call} while the op was running on it");
                 let address = crate::driver::DevicePtr(start);

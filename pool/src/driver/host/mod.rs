@@ -52,6 +52,7 @@ pub use config::{HostConfig, Poison};
 pub use kernel::{HostKernel, KernelContext, SpanCheck};
 
 use super::{DeviceInfo, DeviceOrdinal, Driver, DriverError, DriverErrorKind, DriverResult, Fault};
+use crate::mutant;
 use machine::Machine;
 
 /// A device on the CPU.
@@ -141,17 +142,19 @@ impl HostDevice {
 
     /// Entry of every call: not from a host function, this device current, its context alive.
     fn enter(&self, call: &'static str) -> DriverResult<()> {
-        if thread::in_callback() {
+        if thread::in_callback() && !mutant::is("host.callbacks-call") {
             return Err(self.err(call, DriverErrorKind::NotSupported("driver calls from a host function or kernel")));
         }
-        if self.machine.current_device() != Some(self.ordinal()) {
+        if self.machine.current_device() != Some(self.ordinal()) && !mutant::is("host.any-device-is-current") {
             return Err(self.err(call, DriverErrorKind::InvalidContext));
         }
         self.alive(call)
     }
 
     fn alive(&self, call: &'static str) -> DriverResult<()> {
-        if !self.machine.is_faulted(self.ordinal()) {
+        if !self.machine.is_faulted(self.ordinal())
+            || (call != "stream_synchronize" && mutant::is("host.faults-unstick"))
+        {
             return Ok(());
         }
         match self.machine.fault(self.ordinal()) {

@@ -106,7 +106,12 @@ pub(super) fn poison(address: u64, bytes: usize, how: Poison) {
             piece.copy_from_slice(&PATTERN[..piece.len()]);
         }
     };
+    let how = if crate::mutant::is("host.fresh-memory-is-zero") { Poison::Off } else { how };
     match how {
+        Poison::Off if crate::mutant::is("host.fresh-memory-is-zero") => {
+            // SAFETY: as below.
+            unsafe { std::slice::from_raw_parts_mut(address as usize as *mut u8, bytes) }.fill(0);
+        }
         Poison::Off => {}
         Poison::Ends if bytes > 2 * END_BYTES => {
             fill(address, END_BYTES);

@@ -17,7 +17,8 @@ impl<T> Slots<T> {
     }
 
     pub(super) fn insert(&mut self, item: T) -> u64 {
-        let index = self.free.pop().unwrap_or_else(|| {
+        let reused = if crate::mutant::is("host.fresh-handles") { None } else { self.free.pop() };
+        let index = reused.unwrap_or_else(|| {
             self.items.push(None);
             self.items.len() - 1
         });

@@ -7,6 +7,7 @@ use super::pages::{self, PAGE_BYTES, Store};
 use super::slots::Slots;
 use super::{HostConfig, Live};
 use crate::driver::{DriverErrorKind, HostPtr};
+use crate::mutant;
 
 type Kind = DriverErrorKind;
 
@@ -271,7 +272,11 @@ impl Space {
             starts.push(start);
             at = start + span.bytes as u64;
         }
-        if at == end { Ok(starts) } else { Err(Kind::InvalidValue("the range is not made of whole mappings")) }
+        if at == end || mutant::is("host.partial-unmaps") {
+            Ok(starts)
+        } else {
+            Err(Kind::InvalidValue("the range is not made of whole mappings"))
+        }
     }
 
     pub(super) fn set_access(&mut self, ptr: u64, bytes: usize, devices: u64) -> Result<(), Kind> {
@@ -439,10 +444,11 @@ impl Space {
 
     fn reaches(&self, device: u32, span: &Span) -> bool {
         match span.content {
+            Content::Malloc { .. } if mutant::is("host.peers-open") => true,
             Content::Malloc { .. } => {
                 span.device == device || self.devices[device as usize].peers >> span.device & 1 == 1
             }
-            Content::Chunk { .. } => span.access >> device & 1 == 1,
+            Content::Chunk { .. } => span.access >> device & 1 == 1 || mutant::is("host.access-open"),
             Content::Pinned | Content::Registered => true,
         }
     }
@@ -460,7 +466,7 @@ impl Space {
             if span_end <= at
                 || owner.is_some_and(|owner| owner != span.owner)
                 || !self.reaches(device, span)
-                || (write && span.content == Content::Registered)
+                || (write && span.content == Content::Registered && !mutant::is("host.registered-writable"))
             {
                 return Err(self.blame(device, at));
             }

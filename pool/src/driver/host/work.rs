@@ -12,6 +12,7 @@ use super::machine::Machine;
 use super::thread::as_callback;
 use super::{HostKernel, KernelContext, SpanCheck};
 use crate::driver::{CopySide, DevicePtr, Fault, FunctionHandle, HostCallback, LaunchConfig, ParamLayout};
+use crate::mutant;
 
 /// A function of a loaded module.
 #[derive(Debug)]
@@ -182,7 +183,7 @@ fn run_kernel(kernel: &Kernel, access: &Access<'_>) -> Result<(), Fault> {
     let function = &kernel.function;
     let name = function.kernel.name;
     let fault = |owner: String| Fault { address: DevicePtr::NULL, bytes: 0, write: false, op: name.to_owned(), owner };
-    if !function.loaded.load(Ordering::Acquire) {
+    if !function.loaded.load(Ordering::Acquire) && !mutant::is("host.unloaded-runs") {
         return Err(fault("the function's module was unloaded".to_owned()));
     }
     if kernel.hidden != function.kernel.hidden_attribute {
@@ -206,7 +207,7 @@ fn run_copy(copy: &Copy, access: &Access<'_>) -> Result<(), Fault> {
                 let checked = Access { device, ..*access };
                 checked.check("memcpy", ptr, copy.bytes, write)?;
                 let home = access.machine.space.read().home(ptr.0);
-                if copy.homes && home.is_some_and(|home| home != device) {
+                if copy.homes && !mutant::is("host.homes-unchecked") && home.is_some_and(|home| home != device) {
                     let owner = format!("memory of device {}, named as device {device}", home.unwrap_or(0));
                     return Err(Fault { address: ptr, bytes: copy.bytes, write, op: "memcpy".to_owned(), owner });
                 }
