@@ -110,6 +110,12 @@ pub enum Error {
         #[from]
         source: evergraph_pool::PoolError,
     },
+    /// The graph cache.
+    #[error("{source}")]
+    Graph {
+        /// What the cache said.
+        source: evergraph_graphcache::CacheError,
+    },
     /// An op that does not fit its tensors, or a kernel that could not be launched.
     #[error("{0}")]
     Kernel(#[from] evergraph_kernels::KernelError),
@@ -157,6 +163,16 @@ impl Error {
 
     pub(crate) fn argument(name: &'static str, expected: impl Into<String>, found: impl fmt::Display) -> Self {
         Self::Argument { name, expected: expected.into(), found: found.to_string() }
+    }
+}
+
+impl From<evergraph_graphcache::CacheError> for Error {
+    fn from(source: evergraph_graphcache::CacheError) -> Self {
+        match source {
+            evergraph_graphcache::CacheError::Pool(source) => Self::Pool { source },
+            evergraph_graphcache::CacheError::Driver(source) => Self::Driver(source),
+            source => Self::Graph { source },
+        }
     }
 }
 

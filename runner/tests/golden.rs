@@ -28,6 +28,7 @@ fn config(mode: PoolMode, graphs: bool, limit_bytes: Option<usize>) -> RuntimeCo
     config.mode = mode;
     config.graphs = graphs;
     config.limit_bytes = limit_bytes;
+    config.strict = true;
     config
 }
 
@@ -164,7 +165,7 @@ fn check(model: &str, trace: &Trace) {
 #[test]
 fn the_prompt_in_one_step_gives_every_reference_value() {
     for model in ["gemma3.gguf", "gemma3-linear.gguf"] {
-        check(model, &trace(model, RuntimeConfig::default(), KvType::F32, 512));
+        check(model, &trace(model, config(PoolMode::Vmm, true, None), KvType::F32, 512));
     }
 }
 
@@ -172,22 +173,22 @@ fn the_prompt_in_one_step_gives_every_reference_value() {
 fn the_prompt_in_small_steps_gives_every_reference_value() {
     // 7 does not divide 48, and the window of 16 spans several steps: the ring of the local layers wraps.
     for model in ["gemma3.gguf", "gemma3-linear.gguf"] {
-        check(model, &trace(model, RuntimeConfig::default(), KvType::F32, 7));
+        check(model, &trace(model, config(PoolMode::Vmm, true, None), KvType::F32, 7));
     }
 }
 
 #[test]
 fn the_prompt_token_by_token_gives_every_reference_value() {
     for model in ["gemma3.gguf", "gemma3-linear.gguf"] {
-        check(model, &trace(model, RuntimeConfig::default(), KvType::F32, 1));
+        check(model, &trace(model, config(PoolMode::Vmm, true, None), KvType::F32, 1));
     }
 }
 
 #[test]
 fn half_precision_caches_change_little() {
-    let exact = trace("gemma3.gguf", RuntimeConfig::default(), KvType::F32, 512);
+    let exact = trace("gemma3.gguf", config(PoolMode::Vmm, true, None), KvType::F32, 512);
     for kv in [KvType::F16, KvType::Bf16] {
-        let rounded = trace("gemma3.gguf", RuntimeConfig::default(), kv, 512);
+        let rounded = trace("gemma3.gguf", config(PoolMode::Vmm, true, None), kv, 512);
         assert_ne!(exact.prompt, rounded.prompt, "{kv:?} rounds");
         let apart = exact.prompt.iter().flatten().zip(rounded.prompt.iter().flatten());
         let worst = apart.map(|(a, b)| (a - b).abs()).fold(0.0f32, f32::max);

@@ -225,5 +225,16 @@ pub(super) fn pool_json(runtime: &Runtime) -> Value {
 
 /// What the graph cache did.
 pub(super) fn graphs_json(runtime: &Runtime) -> Value {
-    runtime.graphs_json()
+    let counters = runtime.graph_counters();
+    json!({
+        "captures": counters.captures,
+        "replays": counters.replays,
+        "remaps": counters.remaps,
+        "updates": counters.updates,
+        "recaptures": counters.recaptures,
+        "eager": counters.eager,
+        "evictions": counters.evictions,
+        "warm_ups": counters.warm_ups,
+        "stale": counters.stale,
+    })
 }

@@ -2,11 +2,12 @@
 
 use std::sync::Arc;
 
+use evergraph_graphcache::{CacheConfig, Counters, GraphCache, GraphKey, Outcome, Request};
 use evergraph_kernels::Kernels;
 pub use evergraph_pool::PoolMode;
 use evergraph_pool::driver::host::{HostConfig, HostDevice};
 use evergraph_pool::driver::{DeviceOrdinal, DynDriver};
-use evergraph_pool::{Pool, PoolConfig, Stream, Tracked, Use};
+use evergraph_pool::{Pool, PoolConfig, ScratchPolicy, Stream, Tracked, Use};
 
 use super::step::Step;
 use crate::error::Result;
@@ -21,19 +22,22 @@ pub struct RuntimeConfig {
     pub limit_bytes: Option<usize>,
     /// Whether steps are captured and replayed.
     pub graphs: bool,
+    /// Whether a captured address that no step declared is an error; else it is pinned. For tests.
+    pub strict: bool,
 }
 
 impl Default for RuntimeConfig {
     fn default() -> Self {
-        Self { mode: PoolMode::Vmm, limit_bytes: None, graphs: true }
+        Self { mode: PoolMode::Vmm, limit_bytes: None, graphs: true, strict: false }
     }
 }
 
 /// A device ready for work.
 #[derive(Debug)]
 pub struct Runtime {
-    // Graphs hold kernels, kernels and stream hold the driver: dropped in this order.
-    kernels: Kernels,
+    // Graphs go before the kernels that they launch and the pool that they depend on.
+    cache: GraphCache,
+    kernels: Arc<Kernels>,
     stream: Stream,
     pool: Pool,
     config: RuntimeConfig,
@@ -57,8 +61,9 @@ impl Runtime {
         pool_config.limit_bytes = config.limit_bytes;
         let pool = Pool::new(Arc::clone(&driver), pool_config)?;
         let stream = Stream::new(&driver)?;
-        let kernels = Kernels::load(driver)?;
-        Ok(Self { kernels, stream, pool, config })
+        let kernels = Arc::new(Kernels::load(driver)?);
+        let cache = GraphCache::new(CacheConfig::default().graphs(config.graphs).strict(config.strict));
+        Ok(Self { cache, kernels, stream, pool, config })
     }
 
     /// The pool.
@@ -75,7 +80,7 @@ impl Runtime {
 
     /// The kernels.
     #[must_use]
-    pub fn kernels(&self) -> &Kernels {
+    pub fn kernels(&self) -> &Arc<Kernels> {
         &self.kernels
     }
 
@@ -91,17 +96,21 @@ impl Runtime {
         &self.config
     }
 
-    /// What the graph cache did, by kind of outcome.
+    /// What the graph cache did so far.
     #[must_use]
-    pub fn graphs_json(&self) -> serde_json::Value {
-        serde_json::json!({
-            "captures": 0, "replays": 0, "remaps": 0, "updates": 0, "recaptures": 0, "eager": 0, "evictions": 0,
-        })
+    pub fn graph_counters(&self) -> Counters {
+        self.cache.counters()
+    }
+
+    /// The graph cache.
+    #[must_use]
+    pub fn cache(&self) -> &GraphCache {
+        &self.cache
     }
 
     /// Runs one step: `build` puts the ops together, with scratch from the pool; `uses` is what they need
     /// besides. With graphs on, a step of the same key is captured and then replayed without `build`, so the
-    /// key must tell apart everything that `build` depends on.
+    /// key must tell apart everything that `build` depends on. Returns how it was run.
     ///
     /// # Errors
     /// Those of `build`, the pool, the graph cache and the driver.
@@ -110,12 +119,20 @@ impl Runtime {
         key: StepKey,
         uses: &[(&dyn Tracked, Use)],
         build: impl Fn(&mut Step<'_>) -> Result<()>,
-    ) -> Result<()> {
-        let _ = (key, uses);
-        let allocate = |bytes| Ok(self.pool.alloc(bytes, &self.stream)?);
-        let mut step = Step::new(self.device(), &allocate);
-        build(&mut step)?;
-        step.launch(&self.kernels, self.stream.handle())
+    ) -> Result<Outcome> {
+        let key = GraphKey::new(key);
+        // Scratch of an idle graph may be taken when memory is short; the graph is repaired at its next launch.
+        let request = Request::new(&key, &self.pool, &self.stream).policy(ScratchPolicy::Track);
+        self.cache.run(&request, |scope| {
+            for (memory, use_) in uses {
+                scope.declare(*memory, *use_)?;
+            }
+            scope.keep(Arc::clone(&self.kernels) as _);
+            let allocate = |bytes| Ok(scope.alloc::<u8>(bytes)?);
+            let mut step = Step::new(self.device(), &allocate);
+            build(&mut step)?;
+            step.launch(&self.kernels, scope.stream().handle())
+        })
     }
 }
 

@@ -224,7 +224,7 @@ impl Session {
         let mut uses = self.model.uses();
         uses.extend(self.cache.uses());
         uses.extend(self.io.uses());
-        self.runtime.step(key, &uses, build)
+        self.runtime.step(key, &uses, build).map(|_| ())
     }
 
     /// Appends tokens, as many at a time as fit a step. After each step `each` gets the session, the number of

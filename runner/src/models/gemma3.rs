@@ -136,7 +136,7 @@ fn local_layers(file: &Gguf, key: &str, blocks: usize) -> Result<Vec<bool>> {
 /// # Errors
 /// [`Error::Metadata`], [`Error::Tensor`] or [`Error::Unsupported`] for a file that does not hold together;
 /// those of the pool.
-pub fn load(file: Arc<Gguf>, runtime: &Runtime) -> Result<Decoder> {
+pub(super) fn load(file: Arc<Gguf>, runtime: &Runtime) -> Result<Decoder> {
     let shape = Shape::read(&file)?;
     let vocabulary = vocabulary(&file, shape.width)?;
     let weights = Weights::load(file, runtime)?;
