@@ -98,13 +98,15 @@ impl DeviceFlags {
             });
         }
         let threads = evergraph_kernels::threads(self.threads.unwrap_or(0) as usize)?;
-        let mut config = RuntimeConfig::default();
-        config.mode = match self.pool {
-            PoolChoice::Vmm => PoolMode::Vmm,
-            PoolChoice::Slab => PoolMode::Slab,
+        let config = RuntimeConfig {
+            mode: match self.pool {
+                PoolChoice::Vmm => PoolMode::Vmm,
+                PoolChoice::Slab => PoolMode::Slab,
+            },
+            limit_bytes: self.mem_limit,
+            graphs: self.graphs == Switch::On,
+            ..RuntimeConfig::default()
         };
-        config.limit_bytes = self.mem_limit;
-        config.graphs = self.graphs == Switch::On;
         let runtime = match kind {
             Kind::Host => Runtime::host(config)?,
             Kind::Cuda(number) => {
@@ -186,11 +188,12 @@ impl EngineFlags {
 
     /// The sequence that these flags ask for; `context` and `ubatch` where they leave it open.
     pub(super) fn session(&self, context: Option<usize>, ubatch: usize) -> SessionConfig {
-        let mut config = SessionConfig::default();
-        config.context = self.context.filter(|&context| context > 0).map(|context| context as usize).or(context);
-        config.ubatch = self.ubatch.map_or(ubatch, |ubatch| ubatch as usize).min(self.batch.max(1) as usize);
-        config.kv = (self.cache_type_k.into(), self.cache_type_v.into());
-        config
+        SessionConfig {
+            context: self.context.filter(|&context| context > 0).map(|context| context as usize).or(context),
+            ubatch: self.ubatch.map_or(ubatch, |ubatch| ubatch as usize).min(self.batch as usize),
+            kv: (self.cache_type_k.into(), self.cache_type_v.into()),
+            ..SessionConfig::default()
+        }
     }
 
     /// What stands in every JSON document.
@@ -279,16 +282,17 @@ pub(super) struct SamplingFlags {
 impl SamplingFlags {
     /// The parameters, checked.
     pub(super) fn sampling(&self) -> Result<Sampling> {
-        let mut sampling = Sampling::default();
-        sampling.temp = self.temp;
-        sampling.top_k = u32::try_from(self.top_k).unwrap_or(0); // llama.cpp: 0 or less keeps all
-        sampling.top_p = self.top_p;
-        sampling.min_p = self.min_p;
-        sampling.repeat_penalty = self.repeat_penalty;
-        sampling.repeat_last_n = self.repeat_last_n;
-        sampling.seed = match self.seed {
-            Some(seed) if seed >= 0 => seed as u64,
-            _ => RandomState::new().hash_one(std::process::id()) >> 32,
+        let sampling = Sampling {
+            temp: self.temp,
+            top_k: u32::try_from(self.top_k).unwrap_or(0), // llama.cpp: 0 or less keeps all
+            top_p: self.top_p,
+            min_p: self.min_p,
+            repeat_penalty: self.repeat_penalty,
+            repeat_last_n: self.repeat_last_n,
+            seed: match self.seed {
+                Some(seed) if seed >= 0 => seed as u64,
+                _ => RandomState::new().hash_one(std::process::id()) >> 32,
+            },
         };
         sampling.check()?;
         Ok(sampling)

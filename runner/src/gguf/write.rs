@@ -55,10 +55,13 @@ struct Tensor {
     data: Data,
 }
 
+/// Writes a tensor's bytes.
+type Make = dyn Fn(&mut dyn Write) -> std::io::Result<()>;
+
 /// A tensor's bytes, there or made while writing.
 enum Data {
     Memory(Vec<u8>),
-    Made(Box<dyn Fn(&mut dyn Write) -> std::io::Result<()>>),
+    Made(Box<Make>),
 }
 
 impl std::fmt::Debug for Data {
