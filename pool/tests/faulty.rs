@@ -7,8 +7,8 @@ use std::sync::Arc;
 use evergraph_pool::driver::conformance::KERNELS;
 use evergraph_pool::driver::host::{HostConfig, HostDevice};
 use evergraph_pool::driver::{
-    Args, CaptureMode, Driver, DriverError, DriverErrorKind, DriverResult, DynDriver, Faulty, Graphs, LaunchConfig,
-    Memory, ModuleImage, Modules, Streams,
+    Args, CaptureMode, Driver, DriverError, DriverErrorKind, DriverResult, DynDriver, Faulty, LaunchConfig, Memory,
+    ModuleImage, Streams,
 };
 
 const GRANULE: usize = 64 << 10;

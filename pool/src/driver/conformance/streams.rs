@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 
 use super::rig::{Body, Rig, kind};
 use super::stories;
-use crate::driver::{Args, DriverErrorKind, HostCallback, StreamHandle};
+use crate::driver::{Args, CaptureMode, DriverErrorKind, HostCallback, StreamHandle};
 
 stories! { in streams as conformance_streams;
 
@@ -252,6 +252,37 @@ stories! { in streams as conformance_streams;
         rig.open();
         rig.wait(a);
         assert_eq!(rig.read(p, 4), [5; 4]);
+    }
+
+    /// Threads with streams, memory, captures and graphs of their own do not disturb each other.
+    fn threads_on_streams_of_their_own_do_not_disturb_each_other(rig) {
+        let before = rig.live();
+        std::thread::scope(|scope| {
+            for id in 0..8u32 {
+                scope.spawn(move || {
+                    rig.driver.bind().unwrap();
+                    rig.driver.exchange_capture_mode(CaptureMode::ThreadLocal).unwrap();
+                    let stream = rig.stream();
+                    let event = rig.event();
+                    for round in 0..20 {
+                        let (a, b) = (rig.driver.malloc(400).unwrap(), rig.driver.malloc(400).unwrap());
+                        let value = id * 1000 + round;
+                        let exec = rig.exec(stream, || rig.add(b, a, 100, 1, stream));
+                        rig.fill(a, 100, value, stream);
+                        rig.driver.launch(exec, stream).unwrap();
+                        rig.driver.event_record(event, stream).unwrap();
+                        rig.driver.event_synchronize(event).unwrap();
+                        assert_eq!(rig.read(b, 100), [value + 1; 100]);
+                        rig.driver.exec_destroy(exec).unwrap();
+                        rig.driver.free(a).unwrap();
+                        rig.driver.free(b).unwrap();
+                    }
+                    rig.driver.event_destroy(event).unwrap();
+                    rig.driver.stream_destroy(stream).unwrap();
+                });
+            }
+        });
+        assert_eq!(rig.live(), before);
     }
 
     /// A stepped device runs nothing by itself, and one piece of work a step.

@@ -350,22 +350,23 @@ impl Graphs for HostDevice {
         self.not_capturing(CALL, &mut state)
     }
 
-    fn launch(&self, exec: ExecHandle, stream: StreamHandle) -> DriverResult<()> {
+    fn launch(&self, handle: ExecHandle, stream: StreamHandle) -> DriverResult<()> {
         const CALL: &str = "launch";
         self.enter(CALL)?;
         let mut state = self.machine.state.lock();
         let key = self.stream(CALL, &state, stream)?;
         let capturing = state.queues[key].capture.is_some();
-        let exec = self.exec(CALL, &mut state, exec)?;
+        let exec = self.exec(CALL, &mut state, handle)?;
         if capturing {
             let child = NodeWork::Child(exec.def.clone());
             return self.add_node(CALL, &mut state, key, child);
         }
         let done = Record::new(key);
-        let after = exec.last.replace(done.clone());
-        let after = after.filter(|_| !mutant::is("host.runs-overlap"));
+        let after = exec.last.clone().filter(|last| !last.is_done() && !mutant::is("host.runs-overlap"));
         let body = exec.body.clone();
-        self.push(CALL, &mut state, key, Op::Graph { body, after, done })
+        self.push(CALL, &mut state, key, Op::Graph { body, after, done: done.clone() })?;
+        self.exec(CALL, &mut state, handle)?.last = Some(done);
+        Ok(())
     }
 
     fn exec_destroy(&self, exec: ExecHandle) -> DriverResult<()> {
