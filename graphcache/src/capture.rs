@@ -37,13 +37,15 @@ pub(crate) enum Failure<E> {
     NotLoaded(String),
     /// The driver called the capture off, for somebody's illegal call.
     Lost,
-    /// Anything else.
+    /// The cache, a pool or the driver refused it.
+    Refused(CacheError),
+    /// The closure's own error.
     Error(E),
 }
 
-impl<E: From<CacheError>> Failure<E> {
+impl<E> Failure<E> {
     fn of(error: impl Into<CacheError>) -> Self {
-        Self::Error(E::from(error.into()))
+        Self::Refused(error.into())
     }
 }
 
@@ -81,7 +83,7 @@ impl Drop for Recording<'_> {
 }
 
 /// Captures `body` once.
-pub(crate) fn capture<E: From<CacheError>>(
+pub(crate) fn capture<E>(
     request: &Request<'_>,
     dependent: &Arc<dyn Dependent>,
     policy: &ScratchPolicy,

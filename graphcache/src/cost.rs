@@ -23,6 +23,8 @@ pub struct CostTable {
     pub chunk_us: f32,
     /// Launching a graph.
     pub launch_us: f32,
+    /// Whether prices are refined by what is measured on the way.
+    pub refine: bool,
 }
 
 impl Default for CostTable {
@@ -35,6 +37,7 @@ impl Default for CostTable {
             eager_us: [412.0, 1294.0, 4080.0],
             chunk_us: 14.5 + 1.1 + 29.0,
             launch_us: 1.8,
+            refine: true,
         }
     }
 }
@@ -89,6 +92,9 @@ impl Costs {
 
     /// Refines the price by one measurement.
     pub(crate) fn measured(&self, step: Step, size: usize, took: Duration) {
+        if !self.table.refine {
+            return;
+        }
         let listed = self.listed(step, size).max(0.1);
         // One odd measurement (a page fault, a descheduled thread) must not turn the table over.
         let sample = (took.as_secs_f32() * 1e6 / listed).clamp(0.01, 100.0);
@@ -96,6 +102,11 @@ impl Costs {
         let new = if old == 1.0 { sample } else { old + 0.2 * (sample - old) };
         // A lost race loses one sample.
         self.ratios[step as usize].store(new.to_bits(), Ordering::Relaxed);
+    }
+
+    /// Whether the price is still the table's word for some other device.
+    pub(crate) fn is_hearsay(&self, step: Step) -> bool {
+        self.table.refine && self.ratio(step) == 1.0
     }
 
     /// Capturing anew into the old exec, if that is possible.

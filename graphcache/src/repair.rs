@@ -148,7 +148,12 @@ impl<E: From<CacheError>> Run<'_, '_, E> {
         let (step, repair_us) = match cause {
             Cause::Stale(stale) if remap => {
                 let remap_us = costs.predict(Step::Remap, Graph::unbacked_bytes(stale));
-                if remap_us <= recapture_us { (Step::Remap, remap_us) } else { (Step::Capture, recapture_us) }
+                // A price that was never paid here is paid once, to know it.
+                if remap_us <= recapture_us || costs.is_hearsay(Step::Remap) {
+                    (Step::Remap, remap_us)
+                } else {
+                    (Step::Capture, recapture_us)
+                }
             }
             _ => (Step::Capture, recapture_us),
         };
@@ -224,6 +229,7 @@ impl<E: From<CacheError>> Run<'_, '_, E> {
         let captured = match self.capture(&handle) {
             Ok(captured) => captured,
             Err(Failure::Error(error)) => return Err(error),
+            Err(Failure::Refused(error)) => return Err(self.refused(error)),
             // The remedy for a lost capture: no graph this time, and another try at the next run.
             Err(Failure::Miss(miss)) => return self.eager(Cause::WindowMiss { requested_bytes: miss.requested_bytes }),
             Err(Failure::NotLoaded(name)) => return self.eager(Cause::NotLoaded { name }),

@@ -1,0 +1,17 @@
+//! What has gone wrong with captured graphs elsewhere, told against this cache on the host device.
+//!
+//! One binary, so that the table in `mutants.rs` can run any story in a child process with one rule taken out.
+//! Every story that replays changes its input between replays.
+#![allow(clippy::unwrap_used, unsafe_code)]
+
+mod bounds;
+mod failures;
+mod moved;
+mod mutants;
+mod record;
+mod repairs;
+mod replay;
+mod rig;
+mod threads;
+mod updates;
+mod windows;
