@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use super::rig::kind;
+use super::rig::{Body, kind};
 use super::stories;
 use crate::driver::host::HostConfig;
 use crate::driver::{Args, CopySide, DevicePtr, DriverErrorKind, HostCallback, LaunchConfig, Node, NodeArgs};
@@ -251,6 +251,23 @@ stories! { in graphs as conformance_graphs;
         assert!(matches!(kind(rig.peer.graph_nodes(graph)), DriverErrorKind::InvalidHandle(_)));
         assert!(matches!(kind(rig.peer.instantiate(graph)), DriverErrorKind::InvalidHandle(_)));
         assert!(matches!(kind(rig.peer.launch(exec, own)), DriverErrorKind::InvalidHandle(_)));
+    }
+
+    /// A stepped device runs a graph node by node, so that a test can look at half a replay.
+    fn a_stepped_graph_runs_a_node_a_step(rig) {
+        if rig.body != Body::Stepped {
+            return;
+        }
+        let stream = rig.stream();
+        let counter = rig.words(1, 0);
+        let exec = rig.exec(stream, || (0..3).for_each(|_| rig.launch("step", Args::new().ptr(counter), stream)));
+        rig.driver.launch(exec, stream).unwrap();
+        for done in 1..=3 {
+            assert!(rig.host().step(stream).unwrap());
+            assert_eq!(rig.read(counter, 1), [done]);
+        }
+        assert!(!rig.host().step(stream).unwrap());
+        assert_eq!(rig.host().queued(stream).unwrap(), 0);
     }
 
     /// A decode step's worth of nodes costs one wake-up, not one a node.

@@ -93,3 +93,6 @@ impl Drop for Arena {
         pages::give_up(self.base, self.bytes);
     }
 }
+
+#[cfg(test)]
+mod tests;

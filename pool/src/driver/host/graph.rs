@@ -364,7 +364,7 @@ impl Graphs for HostDevice {
         let done = Record::new(key);
         let after = exec.last.clone().filter(|last| !last.is_done() && !mutant::is("host.runs-overlap"));
         let body = exec.body.clone();
-        self.push(CALL, &mut state, key, Op::Graph { body, after, done: done.clone() })?;
+        self.push(CALL, &mut state, key, Op::Graph { body, after, done: done.clone(), next: 0 })?;
         self.exec(CALL, &mut state, handle)?.last = Some(done);
         Ok(())
     }

@@ -51,11 +51,13 @@ pub(super) enum Op {
     Work(Work),
     Record(Arc<Record>),
     Wait(Arc<Record>),
-    /// A graph launch: waits for the exec's run before it, then marks its own end.
+    /// A graph launch: waits for the exec's run before it, then marks its own end. A stepped device runs a node a
+    /// step; `next` says which.
     Graph {
         body: Arc<ExecBody>,
         after: Option<Arc<Record>>,
         done: Arc<Record>,
+        next: usize,
     },
 }
 
@@ -303,16 +305,21 @@ impl Machine {
     /// Runs the front op of a stream, which is not blocked, with the lock released meanwhile.
     fn run_front(&self, state: &mut MutexGuard<'_, State>, key: StreamKey) {
         let Some(stream) = state.queues.get_mut(key) else { return };
-        let Some(op) = stream.queue.pop_front() else { return };
+        let Some(mut op) = stream.queue.pop_front() else { return };
         stream.running = true;
         let device = stream.device;
         let touched = stream.touched.clone();
-        MutexGuard::unlocked(state, || {
-            match &op {
+        let rest = MutexGuard::unlocked(state, || {
+            match &mut op {
                 Op::Work(work) => run(self, &touched, device, work),
-                Op::Graph { body, .. } => {
-                    for (device, work) in &body.work {
+                Op::Graph { body, next, .. } => {
+                    let nodes = if self.config.stepped { 1 } else { usize::MAX };
+                    for (device, work) in body.work.iter().skip(*next).take(nodes) {
                         run(self, &touched, *device, work);
+                        *next += 1;
+                    }
+                    if *next < body.work.len() {
+                        return Some(op);
                     }
                 }
                 Op::Record(_) | Op::Wait(_) => {}
@@ -321,10 +328,15 @@ impl Machine {
                 Op::Record(record) | Op::Graph { done: record, .. } => record.finish(),
                 Op::Work(_) | Op::Wait(_) => {}
             }
+            None
         });
+        let unfinished = rest.is_some();
         if let Some(stream) = state.queues.get_mut(key) {
+            if let Some(op) = rest {
+                stream.queue.push_front(op);
+            }
             stream.running = false;
-            stream.completed += 1;
+            stream.completed += u64::from(!unfinished);
             if self.config.stepped {
                 self.remove_if_drained(state, key);
             }

@@ -7,7 +7,8 @@
 //!   the context's sticky fault, naming op and owner. The call that queued it succeeded; the next call that waits
 //!   reports it, and every call after that. Memory taken from under a *running* op is the same fault.
 //! - **Streams** run in order, each on a thread of its own, or (stepped) on the thread that waits or asks, as late
-//!   as possible.
+//!   as possible, a graph node by node. On a stepped device a kernel that waits for a flag needs the flag set before
+//!   anybody waits for its stream.
 //! - **Capture, update and the current device** follow the driver's rules; where those are vague, the strict
 //!   reading. Driver calls from a host function are refused.
 //!
