@@ -171,6 +171,10 @@ impl EngineFlags {
         if self.act == Some(ActChoice::Q8) {
             return missing("quantising activations", "--act q8", "--act f32");
         }
+        if self.cache_type_k != self.cache_type_v {
+            let found = format!("-ctk {} with -ctv {}", self.cache_type_k.name(), self.cache_type_v.name());
+            return missing("caching keys and values in different types", &found, "the same type for both");
+        }
         match self.gpu_layers.as_str() {
             "all" | "auto" => {}
             text => match text.parse::<i64>() {
