@@ -65,8 +65,9 @@ impl<'a> Recording<'a> {
     }
 
     fn end(mut self) -> DriverResult<OwnedGraph> {
-        self.open = false;
+        // A call that failed may not have reached the driver: then the drop ends the recording.
         let handle = self.driver.bind().and_then(|()| self.driver.end_capture(self.stream.handle()))?;
+        self.open = false;
         Ok(OwnedGraph::new(self.driver, handle))
     }
 }
