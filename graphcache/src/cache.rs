@@ -15,6 +15,7 @@ use crate::lru::Lru;
 use crate::outcome::{Cause, Outcome, Ran};
 use crate::repair::Run;
 use crate::scan::Layouts;
+use crate::scope::Lost;
 use crate::seal::sealed;
 use crate::{CacheConfig, CacheError, Counters, GraphKey, Request, Scope};
 
@@ -100,12 +101,12 @@ impl GraphCache {
             return Err(CacheError::Nested.into());
         }
         if !inner.config.graphs {
-            return inner.eager(request, &mut body, Cause::GraphsOff);
+            return inner.eager(request, &mut body, Cause::GraphsOff, &Lost::default());
         }
         let key = request.full_key();
         loop {
             let Some(entry) = inner.entry(&key) else {
-                return inner.eager(request, &mut body, Cause::Full);
+                return inner.eager(request, &mut body, Cause::Full, &Lost::default());
             };
             let mut slot = match entry.lock() {
                 Ok(Some(slot)) => slot,

@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 
 use crate::graph::OwnedGraph;
 use crate::scan::{Found, Layouts, Scan, Shape, scan};
-use crate::scope::{Keep, Miss, Notes};
+use crate::scope::{Keep, Lost, Miss, Notes};
 use crate::seal::{Seal, take_not_loaded};
 use crate::{CacheConfig, CacheError, Request, Scope};
 
@@ -91,6 +91,7 @@ pub(crate) fn capture<E>(
     hold: Hold,
     config: &CacheConfig,
     layouts: &Layouts,
+    lost: &Lost,
     body: &mut dyn FnMut(&Scope<'_>) -> Result<(), E>,
 ) -> Result<Captured, Failure<E>> {
     let start = Instant::now();
@@ -107,11 +108,12 @@ pub(crate) fn capture<E>(
     let result = {
         let _seal = Seal::new();
         let _ = take_not_loaded();
-        body(&Scope::new(request, &windows, &notes, hold))
+        body(&Scope::new(request, &windows, &notes, hold, lost))
     };
     if let Err(error) = result {
         let lost = recording.end().err();
-        return Err(match (notes.miss.get(), take_not_loaded(), lost) {
+        let not_loaded = take_not_loaded();
+        return Err(match (notes.miss.get(), not_loaded, lost) {
             (Some(miss), ..) => Failure::Miss(miss),
             (_, Some(name), _) => Failure::NotLoaded(name),
             (.., Some(lost)) => {
@@ -208,15 +210,13 @@ impl Audit<'_> {
         if within.iter().any(known) {
             return Ok(false);
         }
-        let past_known =
-            !mutant::is("cache.one-past-end-ignored") && (past.iter().any(known) || handed_out.iter().any(ends));
         let live = within.iter().any(|hit| hit.token.is_some());
-        if past_known && !live {
+        if !live && (past.iter().any(known) || handed_out.iter().any(ends)) {
             return Ok(false);
         }
         let culprit = within.first().or(past.first());
         if let Some(hit) = culprit
-            && (self.strict && !past_known || !hits.iter().any(|hit| hit.token.is_some()))
+            && (self.strict || !hits.iter().any(|hit| hit.token.is_some()))
         {
             return Err(CacheError::Undeclared {
                 node: found.node_name(),
@@ -226,6 +226,7 @@ impl Audit<'_> {
                 owner: hit.token.map_or("nobody's".to_owned(), |t| format!("allocation {}", t.allocation)),
             });
         }
+        let past = if mutant::is("cache.one-past-end-ignored") { Hits::new() } else { past };
         for hit in within.iter().chain(&past) {
             if let Some(token) = hit.token
                 && let Some(window) = self.windows.iter().find(|w| w.pool_id() == token.allocation.pool())

@@ -11,6 +11,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use crate::CacheError;
 use crate::graph::Graph;
 use crate::key::FullKey;
+use crate::scope::Lost;
 
 /// A key's entry. Its state is checked out by one thread at a time for anything slower than a launch, so that
 /// no lock is held while the closure runs.
@@ -43,6 +44,7 @@ pub(crate) struct State {
     /// Its repair was put off: the last run was eager because that was cheaper.
     pub(crate) put_off: bool,
     pub(crate) tempo: Tempo,
+    pub(crate) lost: Lost,
 }
 
 impl Entry {

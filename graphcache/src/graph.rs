@@ -250,12 +250,3 @@ impl Graph {
 pub(crate) fn only_retiring(stale: &[Stale]) -> bool {
     stale.iter().all(|s| !s.evicted && s.bad.iter().all(|bad| bad.reason == BadReason::Retiring))
 }
-
-/// The first pool whose input, state or weights lost their bytes while their owner still has them.
-pub(crate) fn lost_content(stale: &[Stale]) -> Option<&Stale> {
-    stale.iter().find(|s| {
-        s.bad.iter().any(|bad| {
-            !bad.dependency.use_.is_scratch() && matches!(bad.reason, BadReason::ContentLost | BadReason::Unbacked)
-        })
-    })
-}

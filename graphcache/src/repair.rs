@@ -12,9 +12,9 @@ use crate::cache::Inner;
 use crate::capture::{Captured, Failure, capture};
 use crate::cost::Step;
 use crate::entry::CheckedOut;
-use crate::graph::{Exec, Graph, Handle, Part, Recipe, lost_content, only_retiring};
+use crate::graph::{Exec, Graph, Handle, Part, Recipe, only_retiring};
 use crate::outcome::{Cause, Outcome, Ran};
-use crate::scope::Notes;
+use crate::scope::{Lost, Notes};
 use crate::{CacheError, Request, Scope};
 
 /// A miss names one request. After that many the closure runs once eagerly, which readies all of them.
@@ -39,16 +39,22 @@ impl Inner {
         request: &Request<'_>,
         body: &mut Body<'_, E>,
         cause: Cause,
+        lost: &Lost,
     ) -> Result<Outcome, E> {
         tracing::debug!(%cause, "eager run");
-        self.closure(request, body)?;
+        self.closure(request, body, lost)?;
         self.tally.eager.one();
         Ok(Outcome { ran: Ran::Eager, cause: Some(cause) })
     }
 
-    fn closure<E: From<CacheError>>(&self, request: &Request<'_>, body: &mut Body<'_, E>) -> Result<(), E> {
+    fn closure<E: From<CacheError>>(
+        &self,
+        request: &Request<'_>,
+        body: &mut Body<'_, E>,
+        lost: &Lost,
+    ) -> Result<(), E> {
         request.stream.driver().bind().map_err(|e| self.refused::<E>(e))?;
-        body(&Scope::new(request, &[], &Notes::default(), Hold::Weak))
+        body(&Scope::new(request, &[], &Notes::default(), Hold::Weak, lost))
     }
 }
 
@@ -56,12 +62,16 @@ impl<E: From<CacheError>> Run<'_, '_, E> {
     pub(crate) fn slow(mut self) -> Result<Outcome, E> {
         let state = &mut self.work.state;
         if state.graph.is_none() && state.warmed < self.inner.config.warm_ups {
-            self.inner.closure(self.request, self.body)?;
+            self.inner.closure(self.request, self.body, &self.work.state.lost)?;
             self.work.state.warmed += 1;
             self.inner.tally.warm_ups.one();
             return Ok(Outcome::plain(Ran::WarmUp));
         }
-        if self.work.entry.take_invalid() && self.work.state.captured {
+        let invalid = self.work.entry.take_invalid();
+        if invalid {
+            self.work.state.lost.clear();
+        }
+        if invalid && self.work.state.captured {
             return self.recapture(Cause::Invalidated);
         }
         match &self.work.state.graph {
@@ -78,7 +88,7 @@ impl<E: From<CacheError>> Run<'_, '_, E> {
 
     fn eager(&mut self, cause: Cause) -> Result<Outcome, E> {
         self.work.state.tempo.ran();
-        self.inner.eager(self.request, self.body, cause)
+        self.inner.eager(self.request, self.body, cause, &self.work.state.lost)
     }
 
     /// The epoch moved: walk, repair what is bad, walk again, launch.
@@ -115,11 +125,7 @@ impl<E: From<CacheError>> Run<'_, '_, E> {
             if cause.is_none() {
                 self.inner.tally.stale.one();
             }
-            if let Some(lost) = lost_content(&stale)
-                && !mutant::is("cache.content-resurrected")
-            {
-                return Err(self.refused(CacheError::ContentLost(lost.clone())));
-            }
+            self.work.state.lost.note(&stale);
             let remap = stale.iter().all(Stale::is_remap) && !stale.is_empty();
             cause = Some(Cause::Stale(stale));
             let Some(cause) = &cause else { break };
@@ -303,7 +309,8 @@ impl<E: From<CacheError>> Run<'_, '_, E> {
                 policy => (policy.clone(), Hold::Weak),
             };
             let Inner { config, layouts, .. } = &**self.inner;
-            let result = capture(self.request, &dependent, &policy, hold, config, layouts, self.body);
+            let result =
+                capture(self.request, &dependent, &policy, hold, config, layouts, &self.work.state.lost, self.body);
             match result {
                 Err(Failure::Miss(miss)) => {
                     self.inner.tally.window_misses.one();

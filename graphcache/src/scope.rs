@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use evergraph_pool::driver::{DevicePtr, DynDriver};
 use evergraph_pool::{
-    AllocationId, Dependency, DeviceSlice, Element, Hold, PointerTable, Pool, PoolError, PoolId, Stream, Token,
-    Tracked, Use, Window, mutant,
+    AllocationId, BadReason, Dependency, DeviceSlice, Element, Hold, PointerTable, Pool, PoolError, PoolId, Stale,
+    Stream, Token, Tracked, Use, Window, mutant,
 };
 use smallvec::SmallVec;
 
@@ -27,6 +27,7 @@ pub struct Scope<'a> {
     windows: &'a [Window],
     notes: &'a Notes,
     hold: Hold,
+    lost: &'a Lost,
 }
 
 /// What a run of the closure left behind.
@@ -39,6 +40,35 @@ pub(crate) struct Notes {
     pub(crate) miss: Cell<Option<Miss>>,
 }
 
+/// Input, state and weights whose bytes are gone. Declaring one of them again does not bring them back: it is
+/// refused until somebody says that they were filled.
+#[derive(Debug, Default)]
+pub(crate) struct Lost(Vec<(AllocationId, Stale)>);
+
+impl Lost {
+    /// Notes what a walk found.
+    pub(crate) fn note(&mut self, stale: &[Stale]) {
+        let gone = [BadReason::ContentLost, BadReason::Unbacked];
+        for stale in stale {
+            for bad in stale.bad.iter().filter(|b| !b.dependency.use_.is_scratch() && gone.contains(&b.reason)) {
+                let allocation = bad.dependency.token.allocation;
+                if self.of(allocation).is_none() {
+                    self.0.push((allocation, Stale { bad: vec![*bad], ..stale.clone() }));
+                }
+            }
+        }
+    }
+
+    /// They were filled again.
+    pub(crate) fn clear(&mut self) {
+        self.0.clear();
+    }
+
+    fn of(&self, allocation: AllocationId) -> Option<&Stale> {
+        self.0.iter().find(|(lost, _)| *lost == allocation).map(|(_, stale)| stale)
+    }
+}
+
 /// Memory that was not ready inside a window.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Miss {
@@ -48,8 +78,14 @@ pub(crate) struct Miss {
 }
 
 impl<'a> Scope<'a> {
-    pub(crate) fn new(request: &'a Request<'a>, windows: &'a [Window], notes: &'a Notes, hold: Hold) -> Self {
-        Self { request, windows, notes, hold }
+    pub(crate) fn new(
+        request: &'a Request<'a>,
+        windows: &'a [Window],
+        notes: &'a Notes,
+        hold: Hold,
+        lost: &'a Lost,
+    ) -> Self {
+        Self { request, windows, notes, hold, lost }
     }
 
     /// The stream to queue work on.
@@ -105,7 +141,8 @@ impl<'a> Scope<'a> {
     /// the graph goes stale with it.
     ///
     /// # Errors
-    /// `UnknownPool`, `StaleToken`.
+    /// `UnknownPool`, `StaleToken`; `ContentLost` if a graph of this key found its bytes gone and nobody
+    /// [said](crate::GraphCache::invalidate) that they were filled again.
     pub fn declare(&self, memory: &(impl Tracked + ?Sized), use_: Use) -> Result<(), CacheError> {
         self.declare_range(memory, use_, 0, memory.bytes())
     }
@@ -167,6 +204,11 @@ impl<'a> Scope<'a> {
         if !self.request.pools().any(|pool| pool.id() == found) {
             return Err(CacheError::UnknownPool { found });
         }
+        if let Some(stale) = self.lost.of(token.allocation)
+            && !use_.is_scratch()
+        {
+            return Err(CacheError::ContentLost(stale.clone()));
+        }
         if mutant::is("cache.declared-ignored") {
             return Ok(());
         }
@@ -195,3 +237,6 @@ impl Notes {
         self.keeps.take().into()
     }
 }
+
+#[cfg(test)]
+mod tests;
