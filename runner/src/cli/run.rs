@@ -112,8 +112,17 @@ pub(super) fn run(flags: &Flags, out: &mut Output) -> Result<()> {
             "timings": timings,
             "pool": pool_json(&runtime),
             "graphs": graphs_json(&runtime),
+            "cache_bytes": session.cache_bytes(),
+            "resident_peak_bytes": resident_peak_bytes(),
         }),
     ))
+}
+
+/// The most memory that this process had in use, where the system tells.
+fn resident_peak_bytes() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
 fn prompt_ids(flags: &Flags, file: &Gguf, tokenizer: Option<&Tokenizer>) -> Result<Vec<u32>> {

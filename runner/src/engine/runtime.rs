@@ -136,6 +136,14 @@ impl Runtime {
     }
 }
 
+impl Drop for Runtime {
+    fn drop(&mut self) {
+        // Kernels must not be unloaded under queued work, which an error on the way may have left behind. A
+        // device that died has nothing to wait for.
+        let _ = self.stream.synchronize();
+    }
+}
+
 /// What tells one captured step from another: the sequence it belongs to, what it does, and its shape.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct StepKey {
