@@ -118,7 +118,7 @@ impl Shared {
             stream.not_capturing("an allocation that needs the driver")?;
         }
         self.settle();
-        if let Some(raw) = self.alloc_cross(request, purpose, stream)? {
+        if let Some(raw) = self.alloc_cross(request, purpose, stream, false)? {
             return Ok(raw);
         }
         let mut notices = Notices::default();
@@ -127,12 +127,14 @@ impl Shared {
         result
     }
 
-    /// Memory that other streams may still touch: ordered behind them by events recorded now.
+    /// Memory that other streams may still touch: ordered behind them by events recorded now. `squeezed`: in
+    /// places, too, that are better kept for requests of another size.
     fn alloc_cross(
         self: &Arc<Self>,
         request: &Request,
         purpose: Purpose,
         stream: &Stream,
+        squeezed: bool,
     ) -> Result<Option<Raw>, PoolError> {
         let heap = purpose.index();
         let (raw, uses, others) = {
@@ -140,7 +142,12 @@ impl Shared {
             let state = &mut *state;
             let key = self.stream_key(state, stream);
             let streams = &state.streams;
-            let found = state.heaps[heap].alloc_cross(request, key, &|k| State::usable(streams, k));
+            let (books, usable) = (&mut state.heaps[heap], |k| State::usable(streams, k));
+            let found = if squeezed {
+                books.alloc_squeezed(request, key, &usable)
+            } else {
+                books.alloc_cross(request, key, &usable)
+            };
             let Some((block, uses)) = found else { return Ok(None) };
             let raw = self.hand_out(state, block, request, purpose, key)?;
             if uses.is_empty() {
@@ -187,13 +194,17 @@ impl Shared {
         let mut took = false;
         let mut last = None;
         for _ in 0..MOST_ROUNDS {
-            if let Some(raw) = self.alloc_cross(request, purpose, stream)? {
+            if let Some(raw) = self.alloc_cross(request, purpose, stream, false)? {
                 return Ok(raw);
             }
             let short = match self.grow(&cold, request, purpose, stream, notices) {
                 Ok(()) => continue,
                 Err(short) => short,
             };
+            // Before anybody's memory goes: anywhere at all.
+            if let Some(raw) = self.alloc_cross(request, purpose, stream, true)? {
+                return Ok(raw);
+            }
             let (bytes, driver) = match short {
                 Short::Fail(error) => return Err(error),
                 Short::Limit(bytes) => (bytes, None),
@@ -233,7 +244,7 @@ impl Shared {
         let found = books
             .alloc(request, private)
             .or_else(|| books.alloc(request, key))
-            .or_else(|| books.alloc_cross(request, key, &|_| false).map(|(block, _)| block));
+            .or_else(|| books.alloc_squeezed(request, key, &|_| false).map(|(block, _)| block));
         let Some(block) = found else {
             return Err(PoolError::WindowMiss {
                 requested_bytes: request.requested_bytes() as usize,

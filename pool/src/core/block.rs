@@ -42,6 +42,14 @@ pub(crate) enum BlockState {
     Unbacked,
 }
 
+/// Which part of a reserved range a block lies in. Small blocks between large ones keep those from merging:
+/// they cost several times their own size. So they get a part of their own once a heap is large enough.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Zone {
+    Large,
+    Small,
+}
+
 /// No block: end of a list.
 pub(super) const NONE: u32 = u32::MAX;
 
@@ -61,6 +69,7 @@ pub(super) struct Block {
     pub(super) quick: bool,
     /// Used, but some of its chunks have no memory.
     pub(super) holes: bool,
+    pub(super) zone: Zone,
     pub(super) requested_bytes: u64,
     pub(super) uses: Uses,
     /// When the last of `uses` was queued, at the latest; 0 when nobody uses it.
@@ -117,6 +126,8 @@ pub(super) struct Segment {
     /// What the tiling covers: the driver's range, cut to whole granules.
     pub(super) base: u64,
     pub(super) bytes: u64,
+    /// Where the small zone ends; `base` if there is none.
+    pub(super) small_end: u64,
     pub(super) first: u32,
     /// Used and claimed blocks.
     pub(super) busy_blocks: u32,
@@ -130,13 +141,15 @@ pub(super) struct Segment {
 
 impl Segment {
     pub(super) fn new(base: u64, bytes: u64, chunks: Option<Chunks>) -> Self {
+        // A sixteenth of the address space, where that is a useful number of chunks.
+        let small_end = base + chunks.as_ref().map_or(0, |c| u64::from(c.count / 16) * c.bytes);
         // 2 MiB stretches, or longer so that a terabyte of address space needs no more than 2^18 of them.
         let mut hint_shift = 21;
         while bytes >> hint_shift >= 1 << 18 {
             hint_shift += 1;
         }
         let hints = vec![NONE; (bytes >> hint_shift) as usize + 1];
-        Self { base, bytes, first: NONE, busy_blocks: 0, chunks, hint_shift, hints }
+        Self { base, bytes, small_end, first: NONE, busy_blocks: 0, chunks, hint_shift, hints }
     }
 
     #[inline]

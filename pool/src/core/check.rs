@@ -39,6 +39,11 @@ impl Heap {
                         && block.bytes.is_multiple_of(self.config().granule_bytes),
                     "block {key} is off the granule"
                 );
+                let zone = if at < entry.small_end { block::Zone::Small } else { block::Zone::Large };
+                hold!(
+                    block.zone == zone && (at >= entry.small_end || block.end() <= entry.small_end),
+                    "block {key} is in the wrong zone"
+                );
                 seen += 1;
                 let slot = entry.hint_slot(at);
                 let hint = entry.hints[slot];
@@ -74,7 +79,8 @@ impl Heap {
                     BlockState::Claimed => busy += 1,
                     BlockState::Unbacked => {
                         hold!(entry.chunks.is_some() && block.uses.is_empty(), "unbacked block {key} in a slab");
-                        let unmerged = prev != NONE && self.blocks[prev as usize].state == BlockState::Unbacked;
+                        let like = |p: &block::Block| p.state == BlockState::Unbacked && p.zone == block.zone;
+                        let unmerged = prev != NONE && like(&self.blocks[prev as usize]);
                         hold!(!unmerged, "unbacked {prev} and {key} did not merge");
                     }
                 }
@@ -130,10 +136,13 @@ impl Heap {
     fn check_index(&self, mut indexed: BTreeSet<u32>) -> Result<(), String> {
         let streams = self.streams.iter().enumerate();
         let streams = streams.filter_map(|(s, b)| b.as_ref().map(|b| (Home::Stream(s as u32), b)));
-        for (home, bins) in [(Home::Idle, &self.idle), (Home::Mixed, &self.mixed)].into_iter().chain(streams) {
-            for key in bins.audit(&self.blocks)? {
-                hold!(indexed.remove(&key), "block {key} is indexed twice, or not free");
-                hold!(self.blocks[key as usize].uses.home() == home, "block {key} is indexed for others");
+        for (home, zones) in [(Home::Idle, &self.idle), (Home::Mixed, &self.mixed)].into_iter().chain(streams) {
+            for (zone, bins) in zones.iter().enumerate() {
+                for key in bins.audit(&self.blocks)? {
+                    let block = &self.blocks[key as usize];
+                    hold!(indexed.remove(&key), "block {key} is indexed twice, or not free");
+                    hold!(block.uses.home() == home && block.zone as usize == zone, "block {key} is in a wrong index");
+                }
             }
         }
         hold!(indexed.is_empty(), "free blocks {indexed:?} are in no index");

@@ -188,7 +188,10 @@ impl Heap {
         block.uses = Uses::none();
         block.stamp = Stamp(0);
         let (prev, next) = (block.prev, block.next);
-        let unbacked = |heap: &Self, k: u32| k != NONE && heap.blocks[k as usize].state == BlockState::Unbacked;
+        let zone = block.zone;
+        let unbacked = |heap: &Self, k: u32| {
+            k != NONE && heap.blocks[k as usize].state == BlockState::Unbacked && heap.blocks[k as usize].zone == zone
+        };
         if unbacked(self, next) {
             self.join(key, next);
         }

@@ -28,7 +28,11 @@ impl Heap {
     /// When all of them are [`back`](Self::back)ed, [`alloc`](Self::alloc) succeeds.
     pub(crate) fn plan_growth(&mut self, request: &Request, stream: StreamKey) -> Option<Growth> {
         self.settle_completed();
-        let window = self.best_window(request, &Reach { stream, foreign: &|_| false, unbacked: true })?;
+        let zone = self.zone(request);
+        let reach = |zone| Reach { stream, foreign: &|_| false, unbacked: true, zone };
+        // Only where its own zone has no address space left.
+        let window =
+            self.best_window(request, &reach(Some(zone))).or_else(|| self.best_window(request, &reach(None)))?;
         let end = window.start + request.bytes;
         let mut key = self.find(window.start)?.0;
         let segment = self.blocks[key as usize].segment;

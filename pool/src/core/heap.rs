@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use slab::Slab;
 
 use super::bins::Bins;
-use super::block::{Block, Chunks, NONE, Segment};
+use super::block::{Block, Chunks, NONE, Segment, Zone};
 use super::uses::Home;
 use super::*;
 
@@ -23,13 +23,30 @@ pub(crate) struct HeapConfig {
     /// Idle memory up to this size joins a neighbour that one stream still uses. More than that stays apart
     /// for other streams, once there is more than one.
     pub(crate) absorb_bytes: u64,
+    /// Requests below this are small; 0: none is.
+    pub(crate) small_bytes: u64,
+    /// Small requests get a zone of their own in reserved ranges once this much has memory.
+    pub(crate) zoned_from_bytes: u64,
 }
 
 impl HeapConfig {
     /// For reserved ranges: split to the granule.
-    pub(crate) const VMM: Self = Self { granule_bytes: 512, look_ahead_divisor: 0, absorb_bytes: 2 << 20 };
+    pub(crate) const VMM: Self = Self {
+        granule_bytes: 512,
+        look_ahead_divisor: 0,
+        absorb_bytes: 2 << 20,
+        small_bytes: 384 << 10,
+        zoned_from_bytes: 128 << 20,
+    };
     /// For slabs: leave up to a twentieth on, as a slightly larger request often follows.
-    pub(crate) const SLAB: Self = Self { look_ahead_divisor: 20, ..Self::VMM };
+    pub(crate) const SLAB: Self = Self { look_ahead_divisor: 20, small_bytes: 0, ..Self::VMM };
+}
+
+/// Bins of the large and of the small zone.
+pub(super) type ZonedBins = [Bins; 2];
+
+fn zoned(shift: u32) -> ZonedBins {
+    [Bins::new(shift), Bins::new(shift)]
 }
 
 /// How many freed blocks wait unmerged.
@@ -47,9 +64,9 @@ pub(crate) struct Heap {
     pub(super) segments: Slab<Segment>,
     pub(super) by_base: BTreeMap<u64, u32>,
     /// Free blocks that nobody uses, that several streams use, and that exactly one uses.
-    pub(super) idle: Bins,
-    pub(super) mixed: Bins,
-    pub(super) streams: Vec<Option<Bins>>,
+    pub(super) idle: ZonedBins,
+    pub(super) mixed: ZonedBins,
+    pub(super) streams: Vec<Option<ZonedBins>>,
     pub(super) ring: [u32; RING],
     pub(super) ring_len: usize,
     /// The only stream seen so far.
@@ -79,8 +96,8 @@ impl Heap {
             blocks: Slab::new(),
             segments: Slab::new(),
             by_base: BTreeMap::new(),
-            idle: Bins::new(shift),
-            mixed: Bins::new(shift),
+            idle: zoned(shift),
+            mixed: zoned(shift),
             streams: Vec::new(),
             ring: [NONE; RING],
             ring_len: 0,
@@ -149,9 +166,17 @@ impl Heap {
             return Err(Misuse::Range { base, bytes });
         }
         let key = self.segments.vacant_key() as u32;
+        let small_bytes = if self.config.small_bytes == 0 { 0 } else { segment.small_end - base };
+        segment.small_end = base + small_bytes;
         segment.first = self.new_block(key, base, bytes, state);
         segment.hints[0] = segment.first;
+        let first = segment.first;
         self.segments.insert(segment);
+        if small_bytes > 0 {
+            self.blocks[first as usize].zone = Zone::Small;
+            let large = self.split(first, small_bytes);
+            self.blocks[large as usize].zone = Zone::Large;
+        }
         self.by_base.insert(base, key);
         Ok(SegmentKey(key))
     }
@@ -161,19 +186,27 @@ impl Heap {
     pub(crate) fn remove_segment(&mut self, segment: SegmentKey) -> Result<(), Misuse> {
         let refused = Misuse::Segment(segment);
         let entry = self.segments.get(segment.index()).ok_or(refused)?;
-        let first = &self.blocks[entry.first as usize];
-        let gone = match entry.chunks {
-            None => first.state == BlockState::Claimed,
-            Some(_) => first.state == BlockState::Unbacked,
-        };
-        if !gone || first.bytes != entry.bytes {
+        let state = if entry.chunks.is_none() { BlockState::Claimed } else { BlockState::Unbacked };
+        let mut blocks = Vec::new();
+        let mut key = entry.first;
+        while key != NONE {
+            blocks.push(key);
+            key = self.blocks[key as usize].next;
+            // One block a zone at most.
+            if blocks.len() > 2 {
+                return Err(refused);
+            }
+        }
+        if blocks.iter().any(|&b| self.blocks[b as usize].state != state) {
             return Err(refused);
         }
         if entry.chunks.is_none() {
             self.slab_bytes -= entry.bytes;
         }
         self.by_base.remove(&entry.base);
-        self.blocks.remove(entry.first as usize);
+        for block in blocks {
+            self.blocks.remove(block as usize);
+        }
         self.segments.remove(segment.index());
         Ok(())
     }
@@ -194,9 +227,24 @@ impl Heap {
             }
         }
         self.settle_ring();
+        let zone = self.zone(request);
+        self.alloc_in(request, stream, zone).or_else(|| self.alloc_run(request, stream, zone))
+    }
+
+    /// Where a request belongs.
+    #[inline]
+    pub(super) fn zone(&self, request: &Request) -> Zone {
+        let small = request.bytes < self.config.small_bytes && self.chunked_bytes >= self.config.zoned_from_bytes;
+        if small { Zone::Small } else { Zone::Large }
+    }
+
+    /// Best fit in one zone.
+    #[inline]
+    pub(super) fn alloc_in(&mut self, request: &Request, stream: StreamKey, zone: Zone) -> Option<BlockKey> {
+        let zone = zone as usize;
         let own = self.streams.get(stream.0 as usize).and_then(Option::as_ref);
-        let own = own.and_then(|b| b.best_fit(&self.blocks, request.bytes, request.align));
-        let idle = self.idle.best_fit(&self.blocks, request.bytes, request.align);
+        let own = own.and_then(|b| b[zone].best_fit(&self.blocks, request.bytes, request.align));
+        let idle = self.idle[zone].best_fit(&self.blocks, request.bytes, request.align);
         // On a tie the stream's own block: idle ones serve everybody.
         let (key, mine) = match (own, idle) {
             (Some((own, bytes)), Some((idle, idle_bytes))) => {
@@ -208,10 +256,10 @@ impl Heap {
             }
             (Some((own, _)), None) => (own, true),
             (None, Some((idle, _))) => (idle, false),
-            (None, None) => return self.alloc_run(request, stream),
+            (None, None) => return None,
         };
         let bins = if mine { self.streams[stream.0 as usize].as_mut()? } else { &mut self.idle };
-        bins.remove(&mut self.blocks, key);
+        bins[zone].remove(&mut self.blocks, key);
         let block = &self.blocks[key as usize];
         let start = (block.base + request.align - 1) & !(request.align - 1);
         let key = self.trim(key, start, request);
@@ -311,6 +359,7 @@ impl Heap {
             state,
             quick: false,
             holes: false,
+            zone: Zone::Large,
             requested_bytes: 0,
             uses: Uses::none(),
             stamp: Stamp(0),
@@ -320,13 +369,13 @@ impl Heap {
     /// Cuts a block after `bytes`; the new second part has the same state and uses. In no index.
     pub(super) fn split(&mut self, key: u32, bytes: u64) -> u32 {
         let block = &mut self.blocks[key as usize];
-        let (segment, next, state) = (block.segment, block.next, block.state);
+        let (segment, next, state, zone) = (block.segment, block.next, block.state, block.zone);
         let (base, rest) = (block.base + bytes, block.bytes - bytes);
         let (uses, stamp) = (block.uses.clone(), block.stamp);
         block.bytes = bytes;
         let second = self.new_block(segment, base, rest, state);
         let block = &mut self.blocks[second as usize];
-        (block.prev, block.next, block.uses, block.stamp) = (key, next, uses, stamp);
+        (block.prev, block.next, block.uses, block.stamp, block.zone) = (key, next, uses, stamp, zone);
         self.blocks[key as usize].next = second;
         if next != NONE {
             self.blocks[next as usize].prev = second;
@@ -368,7 +417,7 @@ impl Heap {
     /// Whether two neighbours may be one free block.
     #[inline]
     pub(super) fn mergeable(&self, a: &Block, b: &Block) -> bool {
-        if !a.settled_free() || !b.settled_free() {
+        if !a.settled_free() || !b.settled_free() || a.zone != b.zone {
             return false;
         }
         if a.uses == b.uses {
@@ -417,7 +466,8 @@ impl Heap {
 
     #[inline]
     pub(super) fn index(&mut self, key: u32) {
-        let home = self.blocks[key as usize].uses.home();
+        let block = &self.blocks[key as usize];
+        let (home, zone) = (block.uses.home(), block.zone as usize);
         let bins = match home {
             Home::Idle => &mut self.idle,
             Home::Mixed => &mut self.mixed,
@@ -427,21 +477,23 @@ impl Heap {
                     self.streams.resize_with(s + 1, || None);
                 }
                 let shift = self.shift;
-                self.streams[s].get_or_insert_with(|| Bins::new(shift))
+                self.streams[s].get_or_insert_with(|| zoned(shift))
             }
         };
-        bins.insert(&mut self.blocks, key);
+        bins[zone].insert(&mut self.blocks, key);
     }
 
     #[inline]
     pub(super) fn unindex(&mut self, key: u32) {
-        let bins = match self.blocks[key as usize].uses.home() {
+        let block = &self.blocks[key as usize];
+        let (home, zone) = (block.uses.home(), block.zone as usize);
+        let bins = match home {
             Home::Idle => Some(&mut self.idle),
             Home::Mixed => Some(&mut self.mixed),
             Home::Stream(s) => self.streams.get_mut(s as usize).and_then(Option::as_mut),
         };
         if let Some(bins) = bins {
-            bins.remove(&mut self.blocks, key);
+            bins[zone].remove(&mut self.blocks, key);
         }
     }
 

@@ -53,7 +53,9 @@ impl Heap {
                     block.state = BlockState::Used;
                     block.uses = Uses::none();
                     self.used_bytes += bytes;
-                    if prev != NONE && taken.last() == Some(&BlockKey(prev)) {
+                    let zone = block.zone;
+                    if prev != NONE && taken.last() == Some(&BlockKey(prev)) && self.blocks[prev as usize].zone == zone
+                    {
                         self.join(prev, key);
                     } else {
                         taken.push(BlockKey(key));

@@ -3,7 +3,7 @@
 //! Blocks freed on different streams do not merge by themselves, and unbacked space is no free block. A
 //! window is a place for a request that spans several such neighbours; the cheapest one is carved out.
 
-use super::block::{Block, NONE, Segment};
+use super::block::{Block, NONE, Segment, Zone};
 use super::*;
 
 /// A place for a request.
@@ -26,10 +26,15 @@ pub(super) struct Reach<'a> {
     pub(super) foreign: &'a dyn Fn(StreamKey) -> bool,
     /// Whether chunks may be mapped.
     pub(super) unbacked: bool,
+    /// `None`: in any zone.
+    pub(super) zone: Option<Zone>,
 }
 
 impl Reach<'_> {
     fn takes(&self, block: &Block) -> bool {
+        if self.zone.is_some_and(|z| z != block.zone) {
+            return false;
+        }
         match block.state {
             BlockState::Free => {
                 !block.quick
@@ -45,12 +50,13 @@ impl Reach<'_> {
 impl Heap {
     /// The warm path's last resort: neighbours that do not merge by themselves but that `stream` may use.
     #[cold]
-    pub(super) fn alloc_run(&mut self, request: &Request, stream: StreamKey) -> Option<BlockKey> {
+    pub(super) fn alloc_run(&mut self, request: &Request, stream: StreamKey, zone: Zone) -> Option<BlockKey> {
         // With a single stream everything that could be joined is joined.
         if !self.multi_stream && self.private.is_empty() {
             return None;
         }
-        let window = self.best_window(request, &Reach { stream, foreign: &|_| false, unbacked: false })?;
+        let reach = Reach { stream, foreign: &|_| false, unbacked: false, zone: Some(zone) };
+        let window = self.best_window(request, &reach)?;
         Some(self.take_window(window, request).0)
     }
 
@@ -67,7 +73,29 @@ impl Heap {
         if let Some(block) = self.alloc(request, stream) {
             return Some((block, Uses::none()));
         }
-        let window = self.best_window(request, &Reach { stream, foreign: usable, unbacked: false })?;
+        let zone = self.zone(request);
+        let window =
+            self.best_window(request, &Reach { stream, foreign: usable, unbacked: false, zone: Some(zone) })?;
+        let (block, mut uses) = self.take_window(window, request);
+        uses.remove(stream);
+        Some((block, uses))
+    }
+
+    /// When the heap can not grow: as [`alloc_cross`](Self::alloc_cross), but a small request may also go
+    /// between large blocks, and a large one between small ones.
+    pub(crate) fn alloc_squeezed(
+        &mut self,
+        request: &Request,
+        stream: StreamKey,
+        usable: &dyn Fn(StreamKey) -> bool,
+    ) -> Option<(BlockKey, Uses)> {
+        if let Some(found) = self.alloc_cross(request, stream, usable) {
+            return Some(found);
+        }
+        if self.config().small_bytes == 0 {
+            return None;
+        }
+        let window = self.best_window(request, &Reach { stream, foreign: usable, unbacked: false, zone: None })?;
         let (block, mut uses) = self.take_window(window, request);
         uses.remove(stream);
         Some((block, uses))
@@ -82,8 +110,10 @@ impl Heap {
             let mut key = entry.first;
             loop {
                 let block = (key != NONE).then(|| &self.blocks[key as usize]);
+                // Zones never merge.
+                let joins = |b: &Block| reach.takes(b) && run.last().is_none_or(|last| last.zone == b.zone);
                 match block {
-                    Some(block) if reach.takes(block) => run.push(block),
+                    Some(block) if joins(block) => run.push(block),
                     _ => {
                         windows(entry, &run, request, reach.stream, |w| {
                             if best.is_none_or(|b| w < b) {
@@ -91,6 +121,7 @@ impl Heap {
                             }
                         });
                         run.clear();
+                        run.extend(block.filter(|b| reach.takes(b)));
                     }
                 }
                 match block {

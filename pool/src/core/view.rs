@@ -192,7 +192,7 @@ impl Heap {
     pub(crate) fn largest_free_bytes(&self) -> u64 {
         let ring = self.ring[..self.ring_len].iter().map(|&k| self.blocks[k as usize].bytes);
         let bins = [&self.idle, &self.mixed].into_iter().chain(self.streams.iter().flatten());
-        ring.chain(bins.map(|b| b.largest(&self.blocks))).max().unwrap_or(0)
+        ring.chain(bins.flatten().map(|b| b.largest(&self.blocks))).max().unwrap_or(0)
     }
 }
 
