@@ -25,9 +25,12 @@ pub(crate) struct Growth {
 impl Heap {
     /// The fewest chunks of a reserved segment that make room for the request, counting in free space next
     /// to unbacked space that `stream` may use at once. `None`: no segment has the address space.
-    /// When all of them are [`back`](Self::back)ed, [`alloc`](Self::alloc) succeeds.
+    /// When all of them (none, if work that completed meanwhile made room) are [`back`](Self::back)ed,
+    /// [`alloc`](Self::alloc) succeeds.
     pub(crate) fn plan_growth(&mut self, request: &Request, stream: StreamKey) -> Option<Growth> {
         self.settle_completed();
+        // What is mapped for a second stream must not fall to the first one's neighbours.
+        self.note_stream(stream);
         let zone = self.zone(request);
         let reach = |zone| Reach { stream, foreign: &|_| false, unbacked: true, zone };
         // Only where its own zone has no address space left.

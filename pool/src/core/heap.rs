@@ -156,6 +156,8 @@ impl Heap {
             return Err(refused);
         }
         let count = u32::try_from(bytes / chunk_bytes).map_err(|_| refused)?;
+        // A chunk that was mapped for one stream must not fall to the neighbour of another.
+        self.config.absorb_bytes = self.config.absorb_bytes.min(chunk_bytes / 2);
         self.insert_segment(Segment::new(base, bytes, Some(Chunks::new(chunk_bytes, count))), BlockState::Unbacked)
     }
 
@@ -459,8 +461,16 @@ impl Heap {
         match self.blocks[key as usize].uses.home() {
             Home::Idle => {}
             _ if self.blocks[key as usize].uses.intersects(&self.private) => {}
-            Home::Stream(s) if self.only.is_none_or(|only| only == s) => self.only = Some(s),
-            Home::Stream(_) | Home::Mixed => self.multi_stream = true,
+            Home::Stream(s) => self.note_stream(StreamKey(s)),
+            Home::Mixed => self.multi_stream = true,
+        }
+    }
+
+    /// Idle memory is everybody's as soon as there is a second stream.
+    pub(super) fn note_stream(&mut self, stream: StreamKey) {
+        match self.only {
+            None => self.only = Some(stream.0),
+            Some(only) => self.multi_stream |= only != stream.0,
         }
     }
 

@@ -1,7 +1,7 @@
 #![allow(clippy::unwrap_used)]
 //! Stories of bugs that allocators had, told to the core alone.
 
-
+mod machine;
 mod measure;
 
 use super::*;
