@@ -217,6 +217,16 @@ fn speed() {
             let op = MatMul { w: w.clone(), x, y };
             let seconds = best(&|| memory.run(&op).unwrap());
             print!("{ty:8} 1 token {:6.2} GB/s", bytes / seconds / 1e9);
+            // SAFETY: the tensor's bytes, live in `memory`.
+            let raw = unsafe { std::slice::from_raw_parts(w.ptr().0 as usize as *const u8, w.range().len()) };
+            let (row_bytes, x) = (ty.row_bytes(cols).unwrap(), random(2, cols));
+            for level in Level::available() {
+                let mut y = vec![0.0; rows];
+                let y = std::cell::RefCell::new(&mut y);
+                let seconds =
+                    best(&|| dot::rows(level, ty, raw, row_bytes, &[&x], &mut [y.borrow_mut().as_mut_slice()]));
+                print!("  {level:?} {:5.2}", bytes / seconds / 1e9);
+            }
             let w = w.narrow(0, 0, 2048).unwrap();
             for tokens in [4, 8, 32, 512] {
                 let x = memory.floats(&[tokens, cols], &random(2, tokens * cols));
