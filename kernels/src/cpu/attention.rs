@@ -70,7 +70,7 @@ pub(super) fn attention(ctx: &KernelContext<'_>) -> Result<(), Fault> {
     let out = Rows::<f32>::write3(ctx, out, [tokens, heads], dv, out_strides)?;
     let sinks = sinks.map(|s| load::<f32>(ctx, s, heads)).transpose()?;
     let level = Level::current();
-    let group = heads / kv_heads;
+    let group = heads / kv_heads.max(1);
     let modulus = if ring { capacity } else { usize::MAX };
 
     let visible = |t: usize| {

@@ -48,7 +48,7 @@ pub(super) fn kv_store(ctx: &KernelContext<'_>) -> Result<(), Fault> {
     let src = Rows::<f32>::read3(ctx, src, [tokens, heads], cols, src_strides)?;
     let level = Level::current();
     for (t, &position) in positions.iter().enumerate() {
-        let row = usize::try_from(position).ok().map(|p| if ring { p % capacity } else { p });
+        let row = usize::try_from(position).ok().map(|p| if ring { p % capacity.max(1) } else { p });
         let row = row.filter(|&row| row < capacity);
         let row = row.ok_or_else(|| ctx.fault(cache, 0, true, "position outside the cache"))?;
         // Only the row that is written need be mapped: a cache may grow under its graph.

@@ -1,3 +1,5 @@
+use proptest::prelude::*;
+
 use super::*;
 use crate::ops::{Attention, KvStore};
 
@@ -113,7 +115,7 @@ impl Case {
 }
 
 #[test]
-fn agrees_with_the_plain_sum() {
+fn spans_agree_with_the_plain_sum() {
     for (past, tokens) in [(0, 1), (0, 5), (1, 1), (255, 1), (256, 2), (300, 3), (700, 1), (0, 300)] {
         let (got, want) = Case { past, tokens, ..PLAIN }.run();
         close(&got, &want, 2e-6);
@@ -135,6 +137,23 @@ fn windows_softcaps_sinks_and_shapes() {
     for case in cases {
         let (got, want) = case.run();
         close(&got, &want, 3e-6);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(32))]
+
+    #[test]
+    fn any_shape_agrees_with_the_plain_sum(
+        past in 0usize..600, tokens in 1usize..6, kv_heads in 1usize..4, group in 1usize..5, d in 1usize..70,
+        dv in 1usize..70, window in prop::option::of(1u32..400), ring: bool, sinks: bool,
+        ty in prop::sample::select(&[QuantType::F32, QuantType::F16, QuantType::BF16][..]),
+    ) {
+        let ring = ring && window.is_some();
+        let softcap = sinks.then_some(5.0);
+        let case = Case { past, tokens, heads: kv_heads * group, kv_heads, d, dv, window, ring, sinks, ty, softcap };
+        let (got, want) = case.run();
+        close(&got, &want, 5e-6);
     }
 }
 

@@ -1,3 +1,5 @@
+use proptest::prelude::*;
+
 use super::*;
 use crate::cpu::{dot, gemm};
 use crate::ops::{ExpertMatMul, MatMul};
@@ -50,6 +52,29 @@ fn every_type_and_number_of_tokens_agrees_with_the_plain_product() {
                 close(&read(&y), &want, tolerance.max(1e-6));
             }
         }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn any_shape_agrees_with_the_plain_product(
+        ty in prop::sample::select(TYPES), rows in 1usize..120, blocks in 1usize..5, odd in 1usize..700,
+        tokens in 1usize..70, gap in 0usize..3,
+    ) {
+        let cols = match ty.block_size() {
+            1 => odd,
+            32 => 32 * blocks * 3,
+            _ => 256 * blocks,
+        };
+        let mut memory = Memory::default();
+        let (w, exact) = memory.weights(ty, &[rows, cols], &random(odd as u64, rows * cols));
+        let x = random(2, tokens * cols);
+        let (x_view, y) = (memory.strided(&[tokens, cols], &x, gap), memory.output(&[tokens, rows]));
+        memory.run(&MatMul { w, x: x_view, y: y.clone() }).unwrap();
+        let scale = exact.iter().fold(1.0f64, |m, v| m.max(f64::from(v.abs())));
+        close(&read(&y), &reference(&exact, &x, cols), 1e-6 * scale * (cols as f64).sqrt());
     }
 }
 
