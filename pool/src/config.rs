@@ -57,7 +57,7 @@ pub struct PoolConfig {
     /// vmm: bytes of address space reserved at a time; `None`: twice the device's memory. Where the driver
     /// refuses, less is asked for, down to one chunk or the request.
     pub reserve_bytes: Option<usize>,
-    /// slab: the smallest slab, bytes.
+    /// slab: the smallest slab, bytes. Below 2 MiB slabs are also no larger than a request needs, for small devices.
     pub slab_bytes: usize,
     /// slab: how many slabs there may be at a time. A full table gives a slab back first.
     pub slab_slots: usize,

@@ -185,9 +185,14 @@ impl Shared {
     ) -> Result<(), Short> {
         let heap = purpose.index();
         self.free_slot(cold, notices)?;
-        let mut bytes = {
-            let state = self.lock();
-            state.heaps[heap].plan_slab(request).max(self.config.slab_bytes as u64)
+        // Where the rounded slab does not fit, one that just holds the request may.
+        let least = request.bytes() + request.align_bytes();
+        let smallest = self.config.slab_bytes as u64;
+        let mut bytes = if smallest < USUAL_SLAB_BYTES {
+            // Somebody counts every byte: no slab is larger than it must be.
+            least.max(smallest)
+        } else {
+            self.lock().heaps[heap].plan_slab(request).max(smallest)
         };
         let outgrown = {
             let mut state = self.lock();
@@ -200,8 +205,6 @@ impl Shared {
             let parcels = outgrown.into_iter().map(|claim| Parcel::claim(heap, claim)).collect();
             self.give_back(cold, parcels, Reason::GarbageCollection, Patience::Skip, notices)?;
         }
-        // Where the rounded slab does not fit, one that just holds the request may.
-        let least = request.bytes() + request.align_bytes();
         if let Some(over) = over_limit(&self.lock(), bytes) {
             if bytes - least.min(bytes) < over {
                 return Err(Short::Limit(over - (bytes - least.min(bytes))));
@@ -272,6 +275,9 @@ impl Shared {
         state.note_reserved();
     }
 }
+
+/// The smallest slab that is usual; a pool that is set to less plans tightly.
+const USUAL_SLAB_BYTES: u64 = 2 << 20;
 
 /// Address space on top of a request, so that alignment never makes it miss.
 const GRANULE_SLACK: u64 = 2 << 20;
