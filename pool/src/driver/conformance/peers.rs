@@ -98,7 +98,7 @@ stories! { in peers as conformance_peers;
             DriverErrorKind::InvalidValue(_)
         ));
         rig.driver.memcpy_peer(near, HERE, far, HERE, 64, stream).unwrap();
-        rig.expect_fault(stream, "memcpy", "memory of device 1, named as device 0");
+        rig.expect_fault(stream, "memcpy_peer", "memory of device 1, named as device 0");
     }
 
     /// Machines without a link: no peer access at all, peer copies still work.

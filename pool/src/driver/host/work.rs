@@ -49,6 +49,12 @@ pub(super) struct Copy {
     pub(super) homes: bool,
 }
 
+impl Copy {
+    fn op(&self) -> &'static str {
+        if self.homes { "memcpy_peer" } else { "memcpy" }
+    }
+}
+
 /// A memset of `count` elements of `width` bytes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Set {
@@ -157,7 +163,7 @@ pub(super) fn run(machine: &Machine, touched: &Touched, device: u32, work: &Work
     }
     let op = match work {
         Work::Kernel(kernel) => kernel.function.kernel.name,
-        Work::Copy(_) => "memcpy",
+        Work::Copy(copy) => copy.op(),
         Work::Set(_) => "memset",
         Work::Host(_) => "host function",
     };
@@ -205,11 +211,11 @@ fn run_copy(copy: &Copy, access: &Access<'_>) -> Result<(), Fault> {
         match side {
             CopySide::Device(ptr) => {
                 let checked = Access { device, ..*access };
-                checked.check("memcpy", ptr, copy.bytes, write)?;
+                checked.check(copy.op(), ptr, copy.bytes, write)?;
                 let home = access.machine.space.read().home(ptr.0);
                 if copy.homes && !mutant::is("host.homes-unchecked") && home.is_some_and(|home| home != device) {
                     let owner = format!("memory of device {}, named as device {device}", home.unwrap_or(0));
-                    return Err(Fault { address: ptr, bytes: copy.bytes, write, op: "memcpy".to_owned(), owner });
+                    return Err(Fault { address: ptr, bytes: copy.bytes, write, op: copy.op().to_owned(), owner });
                 }
                 Ok(ptr.0)
             }
@@ -217,7 +223,7 @@ fn run_copy(copy: &Copy, access: &Access<'_>) -> Result<(), Fault> {
                 Ok(()) => Ok(ptr),
                 Err(owner) => {
                     let address = DevicePtr(ptr);
-                    Err(Fault { address, bytes: copy.bytes, write, op: "memcpy".to_owned(), owner })
+                    Err(Fault { address, bytes: copy.bytes, write, op: copy.op().to_owned(), owner })
                 }
             },
         }
