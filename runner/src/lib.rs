@@ -11,6 +11,8 @@ mod error;
 pub mod gguf;
 pub mod models;
 pub mod sampling;
+pub mod scenario;
+pub mod stress;
 pub mod tokenizer;
 
 pub use error::{BadFile, Error, Result};

@@ -15,6 +15,8 @@ mod info;
 mod logits;
 mod perplexity;
 mod run;
+mod scenario;
+mod stress;
 mod tokenize;
 
 use std::ffi::OsString;
@@ -51,6 +53,10 @@ enum Command {
     Tokenize(tokenize::Flags),
     /// Turn token ids into text
     Detokenize(detokenize::Flags),
+    /// Tell the narrated cases of stale graphs and lost memory, with checks
+    Scenario(scenario::Flags),
+    /// Random steps against a plain model of what must be true
+    Stress(stress::Flags),
     /// Show devices, drivers, memory, and what is missing
     Doctor(doctor::Flags),
 }
@@ -64,6 +70,8 @@ impl Command {
             Self::Info(flags) => info::run(&flags, &mut Output::new(flags.json)),
             Self::Tokenize(flags) => tokenize::run(&flags, &mut Output::new(flags.json)),
             Self::Detokenize(flags) => detokenize::run(&flags, &mut Output::new(flags.json)),
+            Self::Scenario(flags) => scenario::run(&flags, &mut Output::new(flags.json)),
+            Self::Stress(flags) => stress::run(&flags, &mut Output::new(flags.json)),
             Self::Doctor(flags) => doctor::run(&flags, &mut Output::new(flags.json)),
         }
     }
