@@ -54,8 +54,15 @@ impl Shared {
             _ => None,
         };
         let private = private.unwrap_or_else(|| state.take_private());
-        let window =
-            OpenWindow { stream: window_key, private, handed: Vec::new(), freed: Vec::new(), limbo: Vec::new() };
+        let thread = window_key.map(|_| crate::capture_thread::Mark::new());
+        let window = OpenWindow {
+            thread,
+            stream: window_key,
+            private,
+            handed: Vec::new(),
+            freed: Vec::new(),
+            limbo: Vec::new(),
+        };
         let index = state.graphs.insert(Graph {
             dependent,
             lease,

@@ -3,9 +3,10 @@
 mod alloc;
 mod arena;
 mod capture;
+mod capture_thread;
 mod config;
 mod copy;
-#[allow(dead_code, reason = "the runtime is being built on it")]
+#[cfg_attr(not(test), allow(dead_code, reason = "tested on its own; the runtime uses most of it"))]
 mod core;
 mod dependent;
 pub mod driver;

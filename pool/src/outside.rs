@@ -19,6 +19,7 @@ impl Shared {
         if bytes == 0 {
             return self.add_outside(DevicePtr::NULL, 0, Outside::Nothing);
         }
+        self.may_call_driver("a host allocation")?;
         let pinned = Arc::new(Pinned::new(&self.driver, bytes)?);
         self.add_outside(pinned.ptr(), bytes as u64, Outside::Pinned(pinned))
     }
@@ -28,6 +29,7 @@ impl Shared {
         if bytes == 0 {
             return self.add_outside(DevicePtr::NULL, 0, Outside::Nothing);
         }
+        self.may_call_driver("a registration of host memory")?;
         let registered = Registered::new(&self.driver, memory)?;
         self.add_outside(registered.device(), bytes as u64, Outside::Registered(registered))
     }

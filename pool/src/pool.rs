@@ -145,9 +145,12 @@ impl Pool {
         purpose: Purpose,
         stream: &Stream,
     ) -> Result<DeviceSlice<T>, PoolError> {
-        let bytes = len
-            .checked_mul(size_of::<T>())
-            .ok_or(PoolError::TooLarge { requested: len, element_bytes: size_of::<T>() })?;
+        let bytes = if crate::mutant::is("wrap-sizes") {
+            Some(len.wrapping_mul(size_of::<T>()))
+        } else {
+            len.checked_mul(size_of::<T>())
+        };
+        let bytes = bytes.ok_or(PoolError::TooLarge { requested: len, element_bytes: size_of::<T>() })?;
         Ok(DeviceSlice::new(self.shared().alloc(bytes, align, purpose, stream)?, len))
     }
 

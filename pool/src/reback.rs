@@ -21,6 +21,7 @@ struct Hole {
 
 impl Shared {
     pub(crate) fn reback(&self, graph: usize) -> Result<Vec<Reback>, PoolError> {
+        self.may_call_driver("putting pages back")?;
         let mut notices = Notices::default();
         let result = {
             let cold = self.cold();

@@ -111,7 +111,7 @@ impl Shared {
 
     /// Host memory whose last graph just went. Silent: what fails is tried again later.
     pub(crate) fn end_host_memory(&self) {
-        if self.lock().leftovers.is_empty() {
+        if self.lock().leftovers.is_empty() || crate::capture_thread::is_capturing() {
             return;
         }
         let mut notices = crate::shared::Notices::default();

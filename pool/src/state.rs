@@ -184,6 +184,9 @@ pub(crate) struct WindowBlock {
 /// A window while it is open.
 #[derive(Debug)]
 pub(crate) struct OpenWindow {
+    /// Keeps the opening thread from breaking its capture. `None`: declarations only.
+    #[allow(dead_code, reason = "counts by being there")]
+    pub(crate) thread: Option<crate::capture_thread::Mark>,
     /// `None`: declarations only.
     pub(crate) stream: Option<StreamKey>,
     /// Tags memory freed inside: the window's own number, or the arena's.

@@ -296,6 +296,7 @@ impl Shared {
 
     /// Gives memory back until at most `bytes` are held, or nothing more can go without ending a graph.
     pub(crate) fn trim_to(&self, bytes: usize) -> Result<usize, PoolError> {
+        self.may_call_driver("a trim")?;
         self.settle();
         let mut notices = Notices::default();
         let result = {
@@ -319,6 +320,8 @@ impl Shared {
             }
             while over() > 0 && self.give_slab_with_dependents(cold, patience, Reason::Trim, notices)? > 0 {}
         }
+        // Handles that the driver would not take at once.
+        self.retry_leftovers(cold, notices);
         Ok(start.saturating_sub(self.lock().reserved_bytes()) as usize)
     }
 

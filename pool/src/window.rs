@@ -85,7 +85,7 @@ impl Window {
 
 impl Drop for Window {
     fn drop(&mut self) {
-        if self.open {
+        if self.open && !crate::mutant::is("window-stays-open") {
             self.shared.cancel_window(self.dependent, self.stream.as_ref());
         }
     }

@@ -35,7 +35,7 @@ pub(crate) use growth::Growth;
 pub(crate) use heap::{Heap, HeapConfig};
 pub(crate) use request::{BadRequest, Request};
 pub(crate) use uses::{Stamp, StreamKey, Uses};
-pub(crate) use view::{BlockView, HeapStats, SegmentView};
+pub(crate) use view::{BlockView, SegmentView};
 
 /// A call that the state does not allow. The heap is as it was before.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -1,11 +1,9 @@
 //! A pool on a host device whose every driver call can be counted, logged and failed.
-#![allow(clippy::unwrap_used, dead_code, missing_docs, unreachable_pub)]
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use evergraph_pool::driver::host::{HostConfig, HostDevice};
-use evergraph_pool::driver::{Driver, DynDriver, Faulty};
+use evergraph_pool::driver::{DynDriver, Faulty};
 use evergraph_pool::handshake::{Epoch, Launcher, Lease, Proven};
 use evergraph_pool::{
     Dependent, DeviceSlice, Element, Hold, Pool, PoolConfig, PoolError, PoolMode, Registration, Retired, ScratchPolicy,
@@ -168,10 +166,4 @@ impl TestGraph {
     pub fn replay(&mut self, work: impl Fn()) -> bool {
         self.launch(&work) || (self.prove() && self.launch(&work))
     }
-}
-
-/// Where [`fill`] says that a byte pattern should be.
-pub fn unique() -> u64 {
-    static NEXT: AtomicU64 = AtomicU64::new(1);
-    NEXT.fetch_add(1, Ordering::Relaxed)
 }

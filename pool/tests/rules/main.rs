@@ -1,0 +1,13 @@
+//! The rules, story by story, on the host device in both modes. `mutants` takes each rule out and watches its
+//! test fail.
+#![allow(clippy::unwrap_used, missing_docs, unreachable_pub)]
+
+mod common;
+mod faults;
+mod give_back;
+mod mutants;
+mod outside;
+mod process;
+mod retire;
+mod slices;
+mod windows;
