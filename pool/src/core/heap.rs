@@ -337,7 +337,7 @@ impl Heap {
             self.settle_free(key);
         }
         let rest = bytes - (start - base) - request.bytes;
-        let keep = if self.config.look_ahead_divisor == 0 { 0 } else { request.bytes / self.config.look_ahead_divisor };
+        let keep = request.bytes.checked_div(self.config.look_ahead_divisor).unwrap_or(0);
         if rest > keep {
             let rest = self.split(taken, request.bytes);
             self.blocks[rest as usize].state = BlockState::Free;
