@@ -148,7 +148,7 @@ impl Shared {
         }
         let mut state = self.lock();
         let key = self.stream_key(&mut state, stream);
-        match state.heaps[purpose.index()].alloc_cross(request, key, &|_| false) {
+        match state.heaps[purpose.index()].alloc_squeezed(request, key, &|_| false) {
             Some((block, _)) => self.hand_out(&mut state, block, request, purpose, key).map(Some),
             None => Ok(None),
         }

@@ -53,7 +53,7 @@ impl Shared {
             if self.evict_cheapest(need.keep, patience, notices) {
                 return Ok(true);
             }
-            if self.give_slab_with_dependents(cold, patience, Reason::OutOfMemory, notices)? > 0 {
+            if self.give_slab_with_dependents(cold, short_bytes, patience, Reason::OutOfMemory, notices)? > 0 {
                 return Ok(true);
             }
         }
@@ -265,6 +265,7 @@ impl Shared {
     fn give_slab_with_dependents(
         &self,
         cold: &Cold<'_>,
+        want_bytes: u64,
         patience: Patience,
         reason: Reason,
         notices: &mut Notices,
@@ -288,7 +289,7 @@ impl Shared {
         slabs.sort_by_key(|(dependents, _)| *dependents);
         for (_, records) in slabs {
             if self.take_blocks(&records, RetireReason::GivenBack, patience, notices) {
-                return self.give_free(cold, 1, None, reason, notices);
+                return self.give_free(cold, want_bytes, None, reason, notices);
             }
         }
         Ok(0)
@@ -318,7 +319,7 @@ impl Shared {
             if over() > 0 && keeps_addresses(self.config.mode) {
                 self.give_pages(cold, over(), None, patience, Reason::Trim, notices)?;
             }
-            while over() > 0 && self.give_slab_with_dependents(cold, patience, Reason::Trim, notices)? > 0 {}
+            while over() > 0 && self.give_slab_with_dependents(cold, over(), patience, Reason::Trim, notices)? > 0 {}
         }
         // Handles that the driver would not take at once.
         self.retry_leftovers(cold, notices);

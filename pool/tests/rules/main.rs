@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, missing_docs, unreachable_pub)]
 
 mod common;
+mod cost;
 mod faults;
 mod give_back;
 mod mutants;
