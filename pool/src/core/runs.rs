@@ -173,30 +173,31 @@ impl Heap {
     }
 }
 
-/// Every sensible window in one run: starting where a block starts, and ending where a free block ends that
-/// follows unbacked space.
+/// Every sensible window in one run. Moving a window changes its price only where one of its ends crosses an
+/// edge between blocks, so it is enough to try the places next to those: starting at an edge and, where there
+/// is unbacked space, ending at one, with the start rounded up and down to the alignment.
 fn windows(segment: &Segment, run: &[&Block], request: &Request, stream: StreamKey, mut found: impl FnMut(Window)) {
     let (Some(low), Some(high)) = (run.first().map(|b| b.base), run.last().map(|b| b.end())) else { return };
     if high - low < request.bytes {
         return;
     }
-    let mask = request.align - 1;
-    let mut slide = Slide { segment, run, stream, from: 0, to: 0, foreign: Vec::new(), inner_chunks: 0 };
-    for block in run {
-        let start = (block.base + mask) & !mask;
-        // An aligned start beyond this block is found again from the block that it lies in, or is the same.
-        if start >= high || high - start < request.bytes {
-            break;
-        }
-        found(slide.at(start, start + request.bytes));
-    }
-    let mut slide = Slide { segment, run, stream, from: 0, to: 0, foreign: Vec::new(), inner_chunks: 0 };
-    for pair in run.windows(2) {
-        if pair[0].state == BlockState::Unbacked && pair[1].state == BlockState::Free {
-            let Some(start) = pair[1].end().checked_sub(request.bytes).map(|s| s & !mask) else { continue };
-            if start >= low {
+    let down = |address: u64| address & !(request.align - 1);
+    let up = |address: u64| down(address + (request.align - 1));
+    let mut slide_over = |place: &dyn Fn(&Block) -> Option<u64>| {
+        let mut slide = Slide { segment, run, stream, from: 0, to: 0, foreign: Vec::new(), inner_chunks: 0 };
+        for start in run.iter().filter_map(|b| place(b)) {
+            if start >= low && start <= high - request.bytes {
                 found(slide.at(start, start + request.bytes));
             }
+        }
+    };
+    slide_over(&|b| Some(up(b.base)));
+    if run.iter().any(|b| b.state == BlockState::Unbacked) {
+        slide_over(&|b| b.end().checked_sub(request.bytes).map(down));
+        // With the smallest alignment every edge is a multiple of it.
+        if run.iter().any(|b| b.base & (request.align - 1) != 0) || request.bytes & (request.align - 1) != 0 {
+            slide_over(&|b| Some(down(b.base)));
+            slide_over(&|b| b.end().checked_sub(request.bytes).map(up));
         }
     }
 }
