@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use evergraph_pool::driver::host::{HostConfig, HostDevice, Live};
 use evergraph_pool::driver::{DriverErrorKind, Faulty};
-use evergraph_runner::engine::{PoolMode, Runtime, RuntimeConfig, Session, SessionConfig};
+use evergraph_runner::engine::{PoolConfig, PoolMode, Runtime, RuntimeConfig, Session, SessionConfig};
 use evergraph_runner::gguf::Gguf;
 use evergraph_runner::sampling::Sampling;
 use evergraph_runner::{Error, Result, models};
@@ -17,8 +17,8 @@ type Driver = Arc<Faulty<HostDevice>>;
 
 fn config(mode: PoolMode, limit_bytes: Option<usize>) -> RuntimeConfig {
     let mut config = RuntimeConfig::default();
-    config.mode = mode;
-    config.limit_bytes = limit_bytes;
+    config.pool = PoolConfig::new(mode);
+    config.pool.limit_bytes = limit_bytes;
     config
 }
 

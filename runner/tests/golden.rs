@@ -5,7 +5,9 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use evergraph_runner::engine::{KvType, PoolMode, Runtime, RuntimeConfig, Session, SessionConfig};
+use evergraph_graphcache::Counters;
+use evergraph_pool::driver::host::{HostConfig, HostDevice};
+use evergraph_runner::engine::{KvType, PoolConfig, PoolMode, Runtime, RuntimeConfig, Session, SessionConfig};
 use evergraph_runner::gguf::Gguf;
 use evergraph_runner::models;
 use evergraph_runner::sampling::Sampling;
@@ -25,9 +27,9 @@ fn list<T: serde::de::DeserializeOwned>(value: &Value) -> Vec<T> {
 
 fn config(mode: PoolMode, graphs: bool, limit_bytes: Option<usize>) -> RuntimeConfig {
     let mut config = RuntimeConfig::default();
-    config.mode = mode;
+    config.pool = PoolConfig::new(mode);
+    config.pool.limit_bytes = limit_bytes;
     config.graphs = graphs;
-    config.limit_bytes = limit_bytes;
     config.strict = true;
     config
 }
@@ -208,5 +210,68 @@ fn graphs_pools_and_limits_do_not_change_a_bit() {
                 }
             }
         }
+    }
+}
+
+/// What came out of [`rounds`].
+struct Rounds {
+    picked: Vec<u32>,
+    reserved_peak_bytes: usize,
+    /// Give-backs to the driver, and blocks that went from a graph to another owner.
+    given_back: u64,
+    graphs: Counters,
+}
+
+/// Reads a text over and over in steps of several lengths, so that graphs come and go and come back. Each
+/// graph's scratch is more than one chunk (of 64 KiB here) or slab (of 2 MiB).
+fn rounds(mut config: RuntimeConfig) -> Rounds {
+    let scale = if config.pool.mode == PoolMode::Vmm { 1 } else { 9 };
+    config.pool = config.pool.chunk(64 << 10);
+    let driver = HostDevice::new(HostConfig::default().granularity(64 << 10)).unwrap();
+    let runtime = Arc::new(Runtime::new(driver, config).unwrap());
+    let file = Arc::new(Gguf::open(&data("gemma3.gguf")).unwrap());
+    let model = Arc::new(models::load(file, &runtime).unwrap());
+    let mut settings = SessionConfig::default();
+    settings.ubatch = 64 * scale;
+    settings.context = Some(256 * scale);
+    let mut session = Session::new(Arc::clone(&runtime), model, settings).unwrap();
+    session.set_sampling(&Sampling::greedy(), &[]).unwrap();
+    let mut picked = Vec::new();
+    for round in 0..6u32 {
+        session.clear();
+        for length in [64, 64, 50, 37] {
+            let tokens: Vec<u32> = (0..length * scale as u32).map(|index| 5 + (index + round) * 7919 % 500).collect();
+            session.feed(&tokens, |_, _, _| Ok(())).unwrap();
+        }
+        picked.push(session.pick().unwrap());
+        for _ in 0..6 {
+            picked.push(session.decode().unwrap());
+        }
+    }
+    runtime.pool().check().unwrap();
+    Rounds {
+        picked,
+        reserved_peak_bytes: runtime.pool().stats().reserved_bytes.peak as usize,
+        given_back: runtime.pool().counters().give_backs + runtime.pool().counters().reissues,
+        graphs: runtime.graph_counters(),
+    }
+}
+
+#[test]
+fn memory_that_comes_and_goes_does_not_change_a_token() {
+    for mode in [PoolMode::Vmm, PoolMode::Slab] {
+        let eager = rounds(config(mode, false, None));
+        assert_eq!(eager.given_back, 0);
+        assert!(eager.picked.iter().any(|token| *token != eager.picked[0]), "{:?}", eager.picked);
+        let roomy = rounds(config(mode, true, None));
+        assert!(roomy.picked == eager.picked && roomy.graphs.stale == 0, "{mode}, no limit: {:?}", roomy.graphs);
+        let slack = if mode == PoolMode::Vmm { 128 << 10 } else { 0 };
+        // Room for one step at a time and a little more, not for the scratch that every graph would keep.
+        let tight = rounds(config(mode, true, Some(eager.reserved_peak_bytes + slack)));
+        assert_eq!(tight.picked, eager.picked, "{mode}, limited");
+        assert!(roomy.reserved_peak_bytes > eager.reserved_peak_bytes + slack, "{mode}: graphs keep scratch");
+        assert!(tight.given_back > 0, "{mode}: the limit was to take memory from graphs: {:?}", tight.graphs);
+        assert!(tight.graphs.stale > 0 && tight.graphs.replays > 0, "{mode}: {:?}", tight.graphs);
+        assert_eq!(tight.graphs.refusals, 0, "{mode}: {:?}", tight.graphs);
     }
 }

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use super::device::{self, Kind};
 use super::output::say;
 use super::size::{format_size, parse_size};
-use crate::engine::{KvType, PoolMode, Runtime, RuntimeConfig, SessionConfig};
+use crate::engine::{KvType, PoolConfig, PoolMode, Runtime, RuntimeConfig, SessionConfig};
 use crate::error::{Error, Result};
 use crate::gguf::{Bytes, Gguf};
 use crate::sampling::Sampling;
@@ -98,15 +98,12 @@ impl DeviceFlags {
             });
         }
         let threads = evergraph_kernels::threads(self.threads.unwrap_or(0) as usize)?;
-        let config = RuntimeConfig {
-            mode: match self.pool {
-                PoolChoice::Vmm => PoolMode::Vmm,
-                PoolChoice::Slab => PoolMode::Slab,
-            },
-            limit_bytes: self.mem_limit,
-            graphs: self.graphs == Switch::On,
-            ..RuntimeConfig::default()
-        };
+        let mut pool = PoolConfig::new(match self.pool {
+            PoolChoice::Vmm => PoolMode::Vmm,
+            PoolChoice::Slab => PoolMode::Slab,
+        });
+        pool.limit_bytes = self.mem_limit;
+        let config = RuntimeConfig { pool, graphs: self.graphs == Switch::On, ..RuntimeConfig::default() };
         let runtime = match kind {
             Kind::Host => Runtime::host(config)?,
             Kind::Cuda(number) => {

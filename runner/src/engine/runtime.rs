@@ -4,10 +4,10 @@ use std::sync::Arc;
 
 use evergraph_graphcache::{CacheConfig, Counters, GraphCache, GraphKey, Outcome, Request};
 use evergraph_kernels::Kernels;
-pub use evergraph_pool::PoolMode;
 use evergraph_pool::driver::host::{HostConfig, HostDevice};
 use evergraph_pool::driver::{DeviceOrdinal, DynDriver};
-use evergraph_pool::{Pool, PoolConfig, ScratchPolicy, Stream, Tracked, Use};
+use evergraph_pool::{Pool, ScratchPolicy, Stream, Tracked, Use};
+pub use evergraph_pool::{PoolConfig, PoolMode};
 
 use super::step::Step;
 use crate::error::Result;
@@ -16,10 +16,8 @@ use crate::error::Result;
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct RuntimeConfig {
-    /// How the pool gets memory.
-    pub mode: PoolMode,
-    /// Most bytes that the pool may take from the device; none means all there is.
-    pub limit_bytes: Option<usize>,
+    /// The pool: its mode, its limit.
+    pub pool: PoolConfig,
     /// Whether steps are captured and replayed.
     pub graphs: bool,
     /// Whether a captured address that no step declared is an error; else it is pinned. For tests.
@@ -28,7 +26,7 @@ pub struct RuntimeConfig {
 
 impl Default for RuntimeConfig {
     fn default() -> Self {
-        Self { mode: PoolMode::Vmm, limit_bytes: None, graphs: true, strict: false }
+        Self { pool: PoolConfig::vmm(), graphs: true, strict: false }
     }
 }
 
@@ -57,9 +55,7 @@ impl Runtime {
     /// # Errors
     /// Those of the driver and the pool.
     pub fn new(driver: DynDriver, config: RuntimeConfig) -> Result<Self> {
-        let mut pool_config = PoolConfig::new(config.mode);
-        pool_config.limit_bytes = config.limit_bytes;
-        let pool = Pool::new(Arc::clone(&driver), pool_config)?;
+        let pool = Pool::new(Arc::clone(&driver), config.pool.clone())?;
         let stream = Stream::new(&driver)?;
         let kernels = Arc::new(Kernels::load(driver)?);
         let cache = GraphCache::new(CacheConfig::default().graphs(config.graphs).strict(config.strict));
