@@ -43,6 +43,8 @@ pub(crate) struct State {
     pub(crate) pinned: bool,
     /// Its repair was put off: the last run was eager because that was cheaper.
     pub(crate) put_off: bool,
+    /// The last run was eager because memory was not ready inside the capture window.
+    pub(crate) missed: bool,
     pub(crate) tempo: Tempo,
     pub(crate) lost: Lost,
 }

@@ -14,11 +14,13 @@ use crate::cost::Step;
 use crate::entry::CheckedOut;
 use crate::graph::{Exec, Graph, Handle, Part, Recipe, only_retiring};
 use crate::outcome::{Cause, Outcome, Ran};
-use crate::scope::{Lost, Notes};
+use crate::scope::{Lost, Miss, Notes};
 use crate::{CacheError, Request, Scope};
 
 /// A miss names one request. After that many the closure runs once eagerly, which readies all of them.
-const GROWTHS: u32 = 1;
+const GROWTHS: usize = 1;
+/// The same for the run after such an eager run: somebody took the memory in between, and would again.
+const GROWTHS_THEN: usize = 32;
 /// Walks and repairs before the closure runs instead.
 const ROUNDS: u32 = 8;
 
@@ -297,7 +299,8 @@ impl<E: From<CacheError>> Run<'_, '_, E> {
     /// Captures, growing the pool outside the window where memory was not ready inside it.
     fn capture(&mut self, handle: &Arc<Handle>) -> Result<Captured, Failure<E>> {
         let dependent: Arc<dyn Dependent> = Arc::clone(handle) as _;
-        let mut growths = 0;
+        let most = if self.work.state.missed { GROWTHS_THEN } else { GROWTHS };
+        let mut misses: SmallVec<[Miss; 4]> = SmallVec::new();
         let mut pin = self.work.state.pinned;
         loop {
             let (policy, hold) = match &self.request.policy {
@@ -314,21 +317,30 @@ impl<E: From<CacheError>> Run<'_, '_, E> {
             match result {
                 Err(Failure::Miss(miss)) => {
                     self.inner.tally.window_misses.one();
-                    let pool = self.request.pools().find(|pool| pool.id() == miss.pool);
-                    let grown = growths < GROWTHS
-                        && pool.is_some_and(|pool| {
-                            pool.reserve(miss.requested_bytes, miss.purpose, self.request.stream).is_ok()
-                        });
-                    if !grown {
+                    misses.push(miss);
+                    if misses.len() > most || !self.ready(&misses) {
+                        self.work.state.missed = true;
                         return Err(Failure::Miss(miss));
                     }
-                    growths += 1;
                 }
                 // An opaque graph may use more than anybody can see: what is known of it stays where it is.
                 Ok(captured) if captured.opaque.is_some() && !pin && !mutant::is("cache.opaque-unpinned") => pin = true,
-                result => return result,
+                result => {
+                    self.work.state.missed = false;
+                    return result;
+                }
             }
         }
+    }
+
+    /// Grows the pools so that all of these are free at the same time; `false`: there is no memory.
+    fn ready(&self, misses: &[Miss]) -> bool {
+        let mut held = Vec::with_capacity(misses.len());
+        misses.iter().all(|miss| {
+            let pool = self.request.pools().find(|pool| pool.id() == miss.pool);
+            let slice = pool.map(|pool| pool.alloc_for::<u8>(miss.requested_bytes, miss.purpose, self.request.stream));
+            slice.is_some_and(|slice| slice.map(|slice| held.push(slice)).is_ok())
+        })
     }
 
     /// Puts a captured graph into the old exec where that is proven, else into a new one; the old one goes first.

@@ -68,6 +68,40 @@ fn a_second_miss_is_one_eager_run_and_a_capture_the_next_time() {
     }
 }
 
+/// After such an eager run somebody takes the memory again. The next capture is grown for all of its misses at once:
+/// a graph does not stay eager because others are short of memory, too.
+#[test]
+fn memory_taken_after_the_eager_run_does_not_make_the_next_run_eager() {
+    for mode in BOTH {
+        let rig = Rig::with(mode, config().warm_ups(0));
+        let key = GraphKey::new("two temporaries");
+        let (input, out) = (rig.slice(&[3; 4]), rig.slice(&[0; 4]));
+        let run = || {
+            let outcome = rig
+                .cache
+                .run(&Request::new(&key, &rig.pool, &rig.stream), |scope| -> Result<(), CacheError> {
+                    scope.declare(&input, Use::Input)?;
+                    scope.declare(&out, Use::State)?;
+                    // Of one size: what is ready for one is not ready for the other.
+                    let (a, b) = (scope.alloc::<u32>(BIG)?, scope.alloc::<u32>(BIG)?);
+                    let c = scope.alloc::<u32>(BIG)?;
+                    rig.op(scope, "add", a.ptr(), input.ptr(), 4, 1)?;
+                    rig.op(scope, "add", b.ptr(), a.ptr(), 4, 1)?;
+                    rig.op(scope, "add", c.ptr(), b.ptr(), 4, 1)?;
+                    rig.op(scope, "add", out.ptr(), c.ptr(), 4, 1)
+                })
+                .unwrap();
+            assert_eq!(rig.read(&out), [7; 4]);
+            rig.stream.fill(&out, 0).unwrap();
+            outcome.ran
+        };
+        assert_eq!(run(), Ran::Eager);
+        assert!(rig.pool.trim_to(0).unwrap() > 0);
+        assert_eq!(run(), Ran::Captured);
+        assert_eq!(run(), Ran::Replayed);
+    }
+}
+
 /// An illegal call of the closure's own loses the capture, not the run.
 #[test]
 fn a_lost_capture_is_one_eager_run_and_is_tried_again() {
