@@ -6,6 +6,7 @@
 
 pub mod chat;
 pub mod cli;
+pub mod demo;
 pub mod engine;
 mod error;
 pub mod gguf;

@@ -9,6 +9,7 @@ mod flags;
 mod output;
 mod size;
 
+mod demo;
 mod detokenize;
 mod doctor;
 mod info;
@@ -41,6 +42,8 @@ pub struct Cli {
 /// One variant a command: its flags and, in [`Command::run`], its function.
 #[derive(Debug, Subcommand)]
 enum Command {
+    /// Show what happens to captured graphs when memory is short, and how they are repaired
+    Demo(demo::Flags),
     /// Generate text
     Run(run::Flags),
     /// Compute the logits of given tokens
@@ -64,6 +67,7 @@ enum Command {
 impl Command {
     fn run(self) -> Result<()> {
         match self {
+            Self::Demo(flags) => demo::run(&flags, &mut Output::new(flags.json)),
             Self::Run(flags) => run::run(&flags, &mut Output::new(flags.json)),
             Self::Logits(flags) => logits::run(&flags, &mut Output::new(flags.json)),
             Self::Perplexity(flags) => perplexity::run(&flags, &mut Output::new(flags.json)),

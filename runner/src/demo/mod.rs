@@ -1,0 +1,80 @@
+//! The demo: what happens to captured graphs when a pool gives memory back, and how they are repaired.
+//!
+//! It re-tells a real failure in miniature. A runner kept the scratch of captured CUDA graphs in a pool; when memory ran
+//! short the pool gave cached buffers back to the driver, and the next replay wrote through dead addresses. Here a small
+//! mixture of experts decodes several texts under a byte limit. Prompts arrive between decode steps and need much
+//! scratch, because attention writes its scores out; caches are outgrown and move; texts leave and others get
+//! their memory. Every step goes through the graph cache, and a [witness](witness) reads the driver's call log to tell
+//! what really happened.
+//!
+//! ```no_run
+//! use evergraph_runner::demo::{self, Settings};
+//! let report = demo::run(&Settings::default(), &mut |line| { println!("{line}"); Ok(()) })?;
+//! assert!(report.tokens_equal && report.bad_launches == 0);
+//! # Ok::<(), evergraph_runner::Error>(())
+//! ```
+
+mod account;
+mod model;
+mod report;
+mod sequence;
+mod stage;
+mod step;
+mod witness;
+
+use evergraph_pool::PoolMode;
+
+use self::account::Account;
+use self::stage::{Setting, play};
+use crate::error::Result;
+
+pub use report::{Check, Counted, Repairs, Report, Steady};
+
+/// How the demo is run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Settings {
+    /// How the pool gets memory.
+    pub pool: PoolMode,
+    /// Most bytes that the pool may hold; none means what makes memory short at the right moments.
+    pub limit_bytes: Option<usize>,
+    /// Whether steps are captured and replayed. Without, only the tokens are compared.
+    pub graphs: bool,
+    /// What the weights and prompts are made from.
+    pub seed: u64,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self { pool: PoolMode::Vmm, limit_bytes: None, graphs: true, seed: 1 }
+    }
+}
+
+impl Settings {
+    /// The limit in force, bytes.
+    #[must_use]
+    pub fn limit_bytes(&self) -> usize {
+        self.limit_bytes.unwrap_or(match self.pool {
+            PoolMode::Vmm => 6656 << 10,
+            PoolMode::Slab => 7 << 20,
+        })
+    }
+}
+
+/// Plays the story under the limit, once more without limit and without graphs, and compares.
+///
+/// # Errors
+/// Those of the pool (a limit that the story does not fit in), the graph cache and the driver, and of `tell`. Checks
+/// that do not hold are no error here: see [`Report::failed`].
+pub fn run(settings: &Settings, tell: &mut dyn FnMut(&str) -> Result<()>) -> Result<Report> {
+    let setting = Setting {
+        mode: settings.pool,
+        limit_bytes: Some(settings.limit_bytes()),
+        graphs: settings.graphs,
+        seed: settings.seed,
+    };
+    let played = play(&setting, &mut Account::new(tell))?;
+    let plain = Setting { limit_bytes: None, graphs: false, ..setting };
+    let reference = play(&plain, &mut Account::silent())?;
+    Ok(Report::new(&setting, &played, &reference))
+}
