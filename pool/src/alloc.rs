@@ -223,6 +223,12 @@ impl Shared {
     ) -> Result<Raw, PoolError> {
         let cold = self.cold();
         self.retry_leftovers(&cold, notices);
+        // Before the driver is asked for a terabyte, chunk by chunk.
+        let ever = Need { short_bytes: 0, request: Some((request, purpose, stream)), keep: None };
+        if !self.could_fit(&ever) {
+            drop(cold);
+            return Err(self.out_of_memory(request.requested_bytes() as usize, purpose, None));
+        }
         let mut took = false;
         let mut last = None;
         for _ in 0..MOST_ROUNDS {

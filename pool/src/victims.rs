@@ -61,7 +61,7 @@ impl Shared {
     }
 
     /// Whether giving could help at all: memory is not flushed for a request that can never fit.
-    fn could_fit(&self, need: &Need<'_>) -> bool {
+    pub(crate) fn could_fit(&self, need: &Need<'_>) -> bool {
         let request_bytes = need.request.map_or(0, |(request, ..)| request.bytes());
         let state = self.lock();
         let live = state.tally.allocated.current;
