@@ -8,7 +8,7 @@
 #![allow(clippy::unwrap_used)]
 
 #[path = "../src/handshake.rs"]
-#[allow(dead_code, unreachable_pub)]
+#[allow(dead_code, unused_imports, unreachable_pub)]
 mod handshake;
 
 #[path = "loom_handshake/device.rs"]
