@@ -13,7 +13,8 @@ use crate::handshake::{Begun, Cleared, Patience, begin};
 use crate::mutant;
 use crate::retire::Victim;
 use crate::shared::{Cold, Notices, Shared};
-use crate::state::{Backing, Home, Leftover, Outside, Site};
+use crate::state::{Backing, Home, Leftover, Outside, Site, State};
+use crate::victims::takeable;
 use crate::{PoolError, RetireReason};
 
 /// Why memory goes back.
@@ -103,16 +104,20 @@ impl Shared {
         let mut uses = Uses::none();
         let mut going = Vec::with_capacity(parcels.len());
         for parcel in parcels {
-            let record = match &parcel {
+            let (record, home, chunks) = match &parcel {
                 Parcel::Claim { claim, .. } => {
                     uses.extend(&claim.uses);
                     going.push(Going { parcel, retired: None });
                     continue;
                 }
-                Parcel::Pages { record, .. } => *record,
+                Parcel::Pages { record, home, chunks, .. } => (*record, *home, chunks),
             };
             let victim = Victim::record(record);
             let mut state = self.lock();
+            // The lock was let go since it was picked: its graphs may be gone, and the block somebody else's.
+            if !still_takeable(&state, record, home, chunks) {
+                continue;
+            }
             let cleared = match begin(&mut *state, &victim) {
                 Begun::Cleared(cleared) => cleared,
                 Begun::Taken => continue,
@@ -411,4 +416,13 @@ impl Drop for Shared {
     fn drop(&mut self) {
         self.tear_down();
     }
+}
+
+/// Whether pages that were picked under an earlier lock still lie under the same weakly held block.
+fn still_takeable(state: &State, record: usize, home: Home, chunks: &[Range<u32>]) -> bool {
+    if !state.records.get(record).is_some_and(|r| takeable(state, r) && r.home() == Some(home)) {
+        return false;
+    }
+    let inside = state.heaps[home.heap].chunks_inside(home.block);
+    chunks.iter().all(|c| inside.iter().any(|i| i.start <= c.start && c.end <= i.end))
 }

@@ -11,6 +11,7 @@ use crate::handshake::{Begun, Cleared, EpochWriter, Lease, Patience, Retire, beg
 use crate::mutant;
 use crate::shared::{Notices, Shared};
 use crate::state::{Info, Standing, State};
+use crate::victims::takeable;
 use crate::{BadReason, RetireReason, Retired};
 
 /// What is retired together: records, or a whole graph.
@@ -18,15 +19,17 @@ use crate::{BadReason, RetireReason, Retired};
 pub(crate) struct Victim {
     pub(crate) records: SmallVec<[usize; 4]>,
     pub(crate) graph: Option<usize>,
+    /// Only if the records still are what graphs hold weakly, and nobody else: they were picked under an earlier lock.
+    pub(crate) weak: bool,
 }
 
 impl Victim {
     pub(crate) fn record(record: usize) -> Self {
-        Self { records: SmallVec::from_slice(&[record]), graph: None }
+        Self { records: SmallVec::from_slice(&[record]), graph: None, weak: false }
     }
 
     pub(crate) fn graph(graph: usize) -> Self {
-        Self { records: SmallVec::new(), graph: Some(graph) }
+        Self { records: SmallVec::new(), graph: Some(graph), weak: false }
     }
 }
 
@@ -39,7 +42,7 @@ impl Retire for State {
     }
 
     fn mark(&mut self, victim: &Victim) -> bool {
-        let free = |r: &usize| self.records.get(*r).is_some_and(|r| !r.retiring);
+        let free = |r: &usize| self.records.get(*r).is_some_and(|r| !r.retiring && (!victim.weak || takeable(self, r)));
         let graph_free =
             victim.graph.is_none_or(|g| self.graphs.get(g).is_some_and(|g| !g.evicted && !g.lease.is_dead()));
         if !graph_free || !victim.records.iter().all(free) {
@@ -57,9 +60,12 @@ impl Retire for State {
     }
 
     fn unmark(&mut self, victim: &Victim) {
-        for &record in &victim.records {
-            if let Some(record) = self.records.get_mut(record) {
+        for index in &victim.records {
+            if let Some(record) = self.records.get_mut(*index) {
                 record.retiring = false;
+                if std::mem::take(&mut record.drop_later) && record.holders.is_empty() {
+                    self.drop_record(*index);
+                }
             }
         }
         if let Some(graph) = victim.graph.and_then(|g| self.graphs.get(g)).filter(|g| !g.evicted) {
@@ -174,7 +180,7 @@ impl Shared {
         patience: Patience,
         notices: &mut Notices,
     ) -> bool {
-        let victim = Victim { records: SmallVec::from_slice(records), graph: None };
+        let victim = Victim { records: SmallVec::from_slice(records), graph: None, weak: true };
         if mutant::is("no-bump-on-reissue") {
             let mut state = self.lock();
             for &record in records {

@@ -116,6 +116,9 @@ pub(crate) struct Record {
     /// Pages are missing.
     pub(crate) unbacked: bool,
     pub(crate) retiring: bool,
+    /// Its last holder went while it was being retired: dropped when the mark goes, and not before, since the
+    /// retirer still works on its memory.
+    pub(crate) drop_later: bool,
     pub(crate) holders: SmallVec<[Holder; 2]>,
     /// Streams whose work may still touch it, graphs that are gone included.
     pub(crate) uses: Uses,
@@ -134,6 +137,7 @@ impl Record {
             standing,
             unbacked: false,
             retiring: false,
+            drop_later: false,
             holders: SmallVec::new(),
             uses: Uses::none(),
         }
@@ -457,6 +461,12 @@ impl State {
 
     /// A record without holders: what becomes of it and its memory.
     pub(crate) fn drop_record(&mut self, index: usize) {
+        if let Some(record) = self.records.get_mut(index).filter(|r| r.retiring)
+            && !crate::mutant::is("retiring-dropped")
+        {
+            record.drop_later = true;
+            return;
+        }
         let Some(record) = self.records.get(index) else { return };
         match (&record.site, record.standing) {
             (Site::Block(home), Standing::Held) => {

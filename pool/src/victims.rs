@@ -348,7 +348,7 @@ impl Shared {
 }
 
 /// Whether a record's memory may be taken from the graphs that hold it.
-fn takeable(state: &State, record: &Record) -> bool {
+pub(crate) fn takeable(state: &State, record: &Record) -> bool {
     record.standing == Standing::Held
         && !record.retiring
         && !record.holders.is_empty()
