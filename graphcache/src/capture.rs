@@ -83,24 +83,31 @@ impl Drop for Recording<'_> {
     }
 }
 
+/// What a capture is made with.
+pub(crate) struct Setup<'a> {
+    pub(crate) request: &'a Request<'a>,
+    pub(crate) dependent: Arc<dyn Dependent>,
+    pub(crate) policy: ScratchPolicy,
+    /// How declared memory is held.
+    pub(crate) hold: Hold,
+    pub(crate) config: &'a CacheConfig,
+    pub(crate) layouts: &'a Layouts,
+    pub(crate) lost: &'a Lost,
+}
+
 /// Captures `body` once.
 pub(crate) fn capture<E>(
-    request: &Request<'_>,
-    dependent: &Arc<dyn Dependent>,
-    policy: &ScratchPolicy,
-    hold: Hold,
-    config: &CacheConfig,
-    layouts: &Layouts,
-    lost: &Lost,
+    setup: Setup<'_>,
     body: &mut dyn FnMut(&Scope<'_>) -> Result<(), E>,
 ) -> Result<Captured, Failure<E>> {
+    let Setup { request, dependent, policy, hold, config, layouts, lost } = setup;
     let start = Instant::now();
     // Windows open before the recording and close after it; on an early way out they cancel after it ended.
     let mut windows: SmallVec<[Window; 2]> = SmallVec::new();
-    let first = request.pool.begin_window(Arc::clone(dependent), policy.clone());
+    let first = request.pool.begin_window(Arc::clone(&dependent), policy);
     windows.push(first.map_err(Failure::of)?);
     for pool in request.others {
-        windows.push(pool.begin_declarations(Arc::clone(dependent)).map_err(Failure::of)?);
+        windows.push(pool.begin_declarations(Arc::clone(&dependent)).map_err(Failure::of)?);
     }
     let notes = Notes::default();
     let mode = if mutant::is("cache.global-mode") { CaptureMode::Global } else { config.mode };
@@ -226,7 +233,6 @@ impl Audit<'_> {
                 owner: hit.token.map_or("nobody's".to_owned(), |t| format!("allocation {}", t.allocation)),
             });
         }
-        let past = if mutant::is("cache.one-past-end-ignored") { Hits::new() } else { past };
         for hit in within.iter().chain(&past) {
             if let Some(token) = hit.token
                 && let Some(window) = self.windows.iter().find(|w| w.pool_id() == token.allocation.pool())

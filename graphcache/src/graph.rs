@@ -97,9 +97,9 @@ impl Drop for OwnedGraph {
             return;
         }
         // Silent: drops have nobody to tell.
-        if self.driver.bind().is_ok() {
+        if insist(|| self.driver.bind()) {
             let _mode = CaptureModeGuard::new(&self.driver, CaptureMode::Relaxed);
-            let _ = self.driver.graph_destroy(self.handle);
+            insist(|| self.driver.graph_destroy(self.handle));
         }
     }
 }
@@ -149,10 +149,10 @@ impl Exec {
 
 impl Drop for Exec {
     fn drop(&mut self) {
-        if self.driver.bind().is_ok() {
+        if insist(|| self.driver.bind()) {
             self.settle();
             let _mode = CaptureModeGuard::new(&self.driver, CaptureMode::Relaxed);
-            let _ = self.driver.exec_destroy(self.handle);
+            insist(|| self.driver.exec_destroy(self.handle));
         }
         self.tally.destroyed.one();
     }
@@ -197,6 +197,9 @@ impl Graph {
     pub(crate) fn launch(&mut self) -> Option<DriverResult<()>> {
         let number = self.launches + 1;
         let (exec, stream, driver) = (self.exec.handle, self.exec.stream.handle(), &self.exec.driver);
+        if mutant::is("cache.bind-every-launch") {
+            let _ = driver.bind();
+        }
         let launch = || match driver.launch(exec, stream) {
             // The one error that says "another device was current". Checking before every launch would be a
             // second driver call.
@@ -244,6 +247,11 @@ impl Graph {
     pub(crate) fn unbacked_bytes(stale: &[Stale]) -> usize {
         stale.iter().flat_map(|s| &s.bad).map(|bad| bad.dependency.bytes).sum()
     }
+}
+
+/// A call that ends something is tried again: nobody else will. Silent, since drops have nobody to tell.
+pub(crate) fn insist(call: impl Fn() -> DriverResult<()>) -> bool {
+    (0..3).any(|_| call().is_ok())
 }
 
 /// Whether all that is wrong is that somebody is changing something at this moment.

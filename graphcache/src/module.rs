@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use evergraph_pool::driver::{CaptureMode, DynDriver, FunctionHandle, ModuleHandle, ModuleImage};
 use parking_lot::Mutex;
 
+use crate::graph::insist;
 use crate::seal::{note_not_loaded, sealed};
 use crate::{CacheError, CaptureModeGuard};
 
@@ -85,9 +86,9 @@ fn not_loaded(name: &str) -> CacheError {
 impl Drop for Module {
     fn drop(&mut self) {
         // Silent: drops have nobody to tell. Relaxed, because another thread may be capturing.
-        if self.driver.bind().is_ok() {
+        if insist(|| self.driver.bind()) {
             let _mode = CaptureModeGuard::new(&self.driver, CaptureMode::Relaxed);
-            let _ = self.driver.module_unload(self.handle);
+            insist(|| self.driver.module_unload(self.handle));
         }
     }
 }

@@ -9,7 +9,7 @@ use evergraph_pool::{Dependent, Hold, Registration, ScratchPolicy, Stale, mutant
 use smallvec::SmallVec;
 
 use crate::cache::Inner;
-use crate::capture::{Captured, Failure, capture};
+use crate::capture::{Captured, Failure, Setup, capture};
 use crate::cost::Step;
 use crate::entry::CheckedOut;
 use crate::graph::{Exec, Graph, Handle, Part, Recipe, only_retiring};
@@ -312,8 +312,16 @@ impl<E: From<CacheError>> Run<'_, '_, E> {
                 policy => (policy.clone(), Hold::Weak),
             };
             let Inner { config, layouts, .. } = &**self.inner;
-            let result =
-                capture(self.request, &dependent, &policy, hold, config, layouts, &self.work.state.lost, self.body);
+            let setup = Setup {
+                request: self.request,
+                dependent: Arc::clone(&dependent),
+                policy,
+                hold,
+                config,
+                layouts,
+                lost: &self.work.state.lost,
+            };
+            let result = capture(setup, self.body);
             match result {
                 Err(Failure::Miss(miss)) => {
                     self.inner.tally.window_misses.one();

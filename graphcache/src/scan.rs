@@ -199,7 +199,6 @@ fn walk(
                 NodeShape::Unproven
             }
             Node::Empty => NodeShape::Empty,
-            Node::Alloc if mutant::is("cache.allocation-nodes-accepted") => NodeShape::Unproven,
             Node::Alloc => return Err(CacheError::AllocationNode),
             Node::Unknown(number) => {
                 scan.opaque(format!("node {index} is of an unknown kind ({number})"));

@@ -24,7 +24,7 @@ fn lost_state_is_refused_until_somebody_says_that_it_was_filled() {
     let mut lost = Lost::default();
     let found =
         Stale { pool: pool.id(), evicted: false, bad: vec![bad(&state, Use::State), bad(&scratch, Use::Scratch)] };
-    lost.note(&[found.clone()]);
+    lost.note(std::slice::from_ref(&found));
     lost.note(&[found]);
     let notes = Notes::default();
     {

@@ -1,9 +1,9 @@
 //! Any driver call may fail at any point: nothing changes, nothing leaks, a retry works.
 
 use evergraph_graphcache::{GraphKey, Ran, Request};
-use evergraph_pool::ScratchPolicy;
+use evergraph_pool::{PoolConfig, ScratchPolicy};
 
-use crate::rig::{Affine, BIG, BOTH, Rig, nothing_left};
+use crate::rig::{Affine, BOTH, MIB, Rig, config, device, nothing_left};
 
 /// Every call of a whole life fails once, in its turn: warm-up, capture, replay, flush, repair, eviction.
 #[test]
@@ -11,8 +11,12 @@ fn each_driver_call_in_turn_fails_once() {
     for mode in BOTH {
         let mut nth = 1;
         loop {
-            let rig = Rig::new(mode);
-            let graph = Affine::new(&rig, 0, BIG, ScratchPolicy::Track);
+            let rig = Rig::on(
+                device().memory(32 * MIB).granularity(MIB),
+                PoolConfig::new(mode).chunk(MIB).smallest_slab(MIB),
+                config(),
+            );
+            let graph = Affine::new(&rig, 0, MIB, ScratchPolicy::Track);
             rig.faulty.fail_nth("any", nth);
             let before = rig.faulty.injected();
             let life = |rig: &Rig| {
@@ -42,11 +46,8 @@ fn each_driver_call_in_turn_fails_once() {
             drop(graph);
             let Rig { host, faulty, driver, pool, stream, module, cache } = rig;
             drop((cache, module, stream, pool, driver, faulty));
-            // A destroy that failed is a leak of the driver's making; everything else is gone.
-            let live = host.live();
-            assert!(live.execs + live.graphs + live.events + live.streams + live.modules <= usize::from(injected));
+            nothing_left(&host);
             if !injected {
-                nothing_left(&host);
                 assert!(nth > 60, "{nth} calls are no whole life");
                 break;
             }
@@ -72,7 +73,6 @@ fn a_dead_context_gives_errors_and_no_panics() {
         assert!(rig.driver.fault().is_some());
         for _ in 0..2 {
             assert!(graph.only_run(&rig).is_err());
-            assert!(Affine::only_run(&graph, &rig).is_err());
         }
         rig.cache.clear();
         assert_eq!(rig.cache.len(), 0);

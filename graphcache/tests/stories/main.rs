@@ -2,7 +2,7 @@
 //!
 //! One binary, so that the table in `mutants.rs` can run any story in a child process with one rule taken out.
 //! Every story that replays changes its input between replays.
-#![allow(clippy::unwrap_used, unsafe_code)]
+#![allow(clippy::unwrap_used, unsafe_code, dropping_copy_types)]
 
 mod bounds;
 mod failures;

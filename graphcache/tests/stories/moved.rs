@@ -221,7 +221,7 @@ fn a_swapped_buffer_is_seen_and_repaired_visibly() {
                 .unwrap()
         };
         for _ in 0..3 {
-            drop(run(&source));
+            let _ = run(&source);
         }
         let produced = rig.slice(&[5, 6, 7, 8]);
         let old = std::mem::replace(&mut source, produced);

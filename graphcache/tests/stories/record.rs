@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use evergraph_graphcache::{CacheError, GraphKey, Outcome, Ran, Request, Scope};
-use evergraph_pool::driver::{Args, CaptureMode, DevicePtr, ExecHandle, GraphHandle, Graphs, HostCallback, Streams};
+use evergraph_pool::driver::{Args, CaptureMode, DevicePtr, ExecHandle, GraphHandle, HostCallback};
 use evergraph_pool::{DeviceSlice, PoolMode, ScratchPolicy, Use};
 
 use crate::rig::{Affine, BIG, BOTH, Rig, config};
@@ -22,7 +22,7 @@ fn run(
 fn third(rig: &Rig, mut body: impl FnMut(&Scope<'_>) -> Result<(), CacheError>) -> Result<Outcome, CacheError> {
     let key = GraphKey::new("third");
     for _ in 0..2 {
-        run(rig, &key, &mut body)?;
+        let _ = run(rig, &key, &mut body)?;
     }
     run(rig, &key, &mut body)
 }

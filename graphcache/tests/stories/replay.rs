@@ -3,7 +3,8 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use evergraph_graphcache::{CacheError, Cause, GraphKey, Ran, Request};
-use evergraph_pool::{PoolMode, ScratchPolicy};
+use evergraph_pool::driver::Args;
+use evergraph_pool::{PoolMode, ScratchPolicy, Use};
 
 use crate::rig::{Affine, BOTH, Rig, config, nothing_left};
 
@@ -116,4 +117,30 @@ fn everything_goes_with_the_cache_and_the_pool() {
         drop((cache, module, stream, pool, driver, faulty));
         nothing_left(&host);
     }
+}
+
+/// PyTorch 84967: a seed that was captured as a constant, and one random timeline for all graphs. Seed and offset live
+/// in device memory here: replays differ, a re-seed reproduces them, and graphs do not disturb each other.
+#[test]
+fn random_state_lives_in_device_memory_and_advances_with_each_replay() {
+    let rig = Rig::new(PoolMode::Vmm);
+    let keys = [GraphKey::new("first"), GraphKey::new("second")];
+    let states = [rig.slice(&[1, 0]), rig.slice(&[2, 0])];
+    let out = rig.slice(&[0]);
+    let draw = |i: usize| {
+        let _ = rig
+            .cache
+            .run(&Request::new(&keys[i], &rig.pool, &rig.stream), |scope| -> Result<(), CacheError> {
+                scope.declare(&states[i], Use::State)?;
+                scope.declare(&out, Use::State)?;
+                rig.launch(scope.stream(), "random", Args::new().ptr(out.ptr()).ptr(states[i].ptr()))
+            })
+            .unwrap();
+        rig.read(&out)[0]
+    };
+    let alone: Vec<u32> = (0..6).map(|_| draw(0)).collect();
+    assert!((1..6).all(|i| alone[i] != alone[i - 1]), "{alone:?}");
+    rig.stream.upload(&[1, 0], &states[0]).unwrap();
+    let interleaved: Vec<u32> = (0..6).map(|_| (draw(0), draw(1)).0).collect();
+    assert_eq!(interleaved, alone);
 }

@@ -7,7 +7,7 @@ use evergraph_graphcache::{
     CacheConfig, CacheError, Counters, GraphCache, GraphKey, Module, Outcome, Ran, Request, Scope,
 };
 use evergraph_pool::driver::host::{HostConfig, HostDevice, HostKernel, KernelContext};
-use evergraph_pool::driver::{Args, Call, DevicePtr, Driver, DynDriver, Fault, Faulty, LaunchConfig, ModuleImage};
+use evergraph_pool::driver::{Args, Call, DevicePtr, DynDriver, Fault, Faulty, LaunchConfig, ModuleImage};
 use evergraph_pool::{DeviceSlice, Pool, PoolConfig, PoolMode, ScratchPolicy, Stream, Use};
 
 pub(crate) const KIB: usize = 1 << 10;
@@ -172,7 +172,8 @@ impl Rig {
         self.driver.bind()?;
         let config = LaunchConfig::linear(1, 32);
         // SAFETY: the arguments fit `KERNELS`; the host device checks what they point at.
-        Ok(unsafe { self.driver.launch_kernel(function, &config, args.as_bytes(), stream.handle())? })
+        unsafe { self.driver.launch_kernel(function, &config, args.as_bytes(), stream.handle())? };
+        Ok(())
     }
 
     /// Queues dst = src + k (or another kernel of that form).
@@ -269,13 +270,9 @@ impl Affine {
 
 pub(crate) const BOTH: [PoolMode; 2] = [PoolMode::Vmm, PoolMode::Slab];
 
-/// Nothing is left on the device but what `mode` keeps until the pool goes.
+/// Nothing is left on the device.
 pub(crate) fn nothing_left(host: &HostDevice) {
     let live = host.live();
     assert_eq!((live.execs, live.graphs, live.mallocs, live.mappings, live.chunks), (0, 0, 0, 0, 0), "{live:?}");
     assert_eq!((live.events, live.streams, live.modules, live.reservations, live.host), (0, 0, 0, 0, 0), "{live:?}");
-}
-
-pub(crate) fn plain(ran: Ran) -> impl Fn(&Outcome) -> bool {
-    move |outcome| outcome.ran == ran
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use evergraph_graphcache::{CacheError, Cause, GraphKey, Module, Ran, Request, Scope};
-use evergraph_pool::driver::{Args, ExecHandle, LaunchConfig, ModuleImage, Modules};
+use evergraph_pool::driver::{Args, ExecHandle, LaunchConfig, ModuleImage};
 use evergraph_pool::{AllocationId, DeviceSlice, PoolMode, Stream, Use};
 
 use crate::rig::{BOTH, Rig, TWINS, flag};

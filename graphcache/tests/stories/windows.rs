@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::sync::Barrier;
 
 use evergraph_graphcache::{CacheError, CaptureModeGuard, Cause, GraphKey, Module, Ran, Request};
-use evergraph_pool::driver::{CaptureMode, Memory, ModuleImage, Streams};
+use evergraph_pool::driver::{CaptureMode, ModuleImage};
 use evergraph_pool::{PoolMode, ScratchPolicy, Stream, Use};
 
 use crate::rig::{Affine, BIG, BOTH, KIB, Rig, TWINS, config, device};
@@ -29,7 +29,7 @@ fn a_miss_in_the_window_reaches_no_driver_and_is_grown_for_outside() {
                 _ => assert!(!(capturing && growth(name)), "{name} inside the window: {names:?}"),
             }
         }
-        assert!(names.iter().any(|n| growth(n)), "{names:?}");
+        assert!(names.iter().any(growth), "{names:?}");
         assert_eq!((rig.count().window_misses, names.iter().filter(|n| **n == "begin_capture").count()), (1, 2));
         assert_eq!(graph.run(&rig).ran, Ran::Replayed);
     }
@@ -62,8 +62,8 @@ fn a_second_miss_is_one_eager_run_and_a_capture_the_next_time() {
             outcome
         };
         assert!(matches!(run(Ran::Eager).cause, Some(Cause::WindowMiss { .. })));
-        drop(run(Ran::Captured));
-        drop(run(Ran::Replayed));
+        let _ = run(Ran::Captured);
+        let _ = run(Ran::Replayed);
         assert_eq!((rig.count().eager, rig.count().window_misses), (1, 2));
     }
 }
