@@ -118,7 +118,8 @@ impl Drop for CheckedOut {
         let mut slot = self.entry.slot.lock();
         slot.owner = None;
         slot.state = Some(std::mem::take(&mut self.state));
-        self.entry.changed.notify_one();
+        // All: whoever leaves by a plain launch wakes nobody else.
+        self.entry.changed.notify_all();
     }
 }
 
