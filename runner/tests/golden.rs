@@ -275,3 +275,24 @@ fn memory_that_comes_and_goes_does_not_change_a_token() {
         assert_eq!(tight.graphs.refusals, 0, "{mode}: {:?}", tight.graphs);
     }
 }
+
+#[test]
+fn a_step_of_another_length_is_another_graph() {
+    let last = |graphs: bool| {
+        let runtime = Arc::new(Runtime::host(config(PoolMode::Vmm, graphs, None)).unwrap());
+        let file = Arc::new(Gguf::open(&data("gemma3.gguf")).unwrap());
+        let model = Arc::new(models::load(file, &runtime).unwrap());
+        let mut settings = SessionConfig::default();
+        settings.context = Some(64);
+        let mut session = Session::new(runtime, model, settings).unwrap();
+        let mut rows = Vec::new();
+        // Three of a length capture it; then a longer one, a shorter one, and the captured one again.
+        for (step, length) in [3, 3, 3, 3, 5, 2, 3].into_iter().enumerate() {
+            let tokens: Vec<u32> = (0..length).map(|index| 10 + 50 * step as u32 + index).collect();
+            session.feed(&tokens, |_, _, _| Ok(())).unwrap();
+            rows.push(session.logits(tokens.len() - 1, 1).unwrap());
+        }
+        rows
+    };
+    assert_eq!(last(true), last(false));
+}

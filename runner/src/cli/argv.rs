@@ -4,9 +4,7 @@ use std::ffi::{OsStr, OsString};
 
 /// Single-dash flags of several letters, and the long flags they mean. clap knows one-letter shorts only.
 const SPELLINGS: &[(&str, &str)] = &[
-    ("-act", "--act"),
     ("-cmoe", "--cpu-moe"),
-    ("-cpent", "--cache-reuse"),
     ("-ctk", "--cache-type-k"),
     ("-ctv", "--cache-type-v"),
     ("-dev", "--device"),

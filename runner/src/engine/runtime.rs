@@ -31,6 +31,10 @@ impl Default for RuntimeConfig {
 }
 
 /// A device ready for work.
+///
+/// # Reuse and capture
+/// All steps run on one stream, so memory that one step frees is the next one's at once. Scratch of an idle
+/// graph may be taken when memory is short; its next launch repairs it.
 #[derive(Debug)]
 pub struct Runtime {
     // Graphs go before the kernels that they launch and the pool that they depend on.

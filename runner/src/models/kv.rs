@@ -19,6 +19,10 @@ pub struct LayerCache {
 }
 
 /// The caches of all layers.
+///
+/// # Reuse and capture
+/// Addresses are fixed for the life of the sequence; where to write and how far to read stands in device
+/// memory, so that one captured step serves every position.
 #[derive(Debug)]
 pub struct KvCache {
     layers: Vec<LayerCache>,

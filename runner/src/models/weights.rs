@@ -14,6 +14,9 @@ use crate::gguf::{Gguf, QuantType, TensorInfo};
 ///
 /// On the host device they are the mapped file itself, registered and never copied; on others they are
 /// uploaded, one allocation each.
+///
+/// # Reuse and capture
+/// Weights never move. Steps declare all of them, as the one registered range or allocation by allocation.
 #[derive(Debug)]
 pub struct Weights {
     file: Arc<Gguf>,
