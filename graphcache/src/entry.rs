@@ -144,7 +144,7 @@ impl Tempo {
     pub(crate) fn stale(&mut self) -> f32 {
         let lived = (self.runs - self.stale_at) as f32;
         self.stale_at = self.runs;
-        self.life = if self.life == 0.0 { lived.max(16.0) } else { self.life + 0.25 * (lived - self.life) };
+        self.life = if self.life == 0.0 { lived.max(64.0) } else { self.life + 0.25 * (lived - self.life) };
         self.life.max(1.0)
     }
 
@@ -178,7 +178,7 @@ mod tests {
     #[test]
     fn a_graph_that_always_goes_stale_is_expected_to_live_shortly() {
         let mut tempo = Tempo::default();
-        assert!(tempo.stale() >= 16.0, "the first time says little");
+        assert!(tempo.stale() >= 64.0, "the first time says little");
         for _ in 0..20 {
             tempo.ran();
             tempo.stale();
