@@ -130,6 +130,15 @@ impl Heap {
         for (key, block) in &self.blocks {
             hold!(block.quick == ring.contains(&(key as u32)), "block {key} and the ring disagree");
         }
+        let mut unbacked = BTreeSet::new();
+        let mut key = self.unbacked;
+        while key != NONE {
+            let block = self.blocks.get(key as usize).ok_or("a dead block is listed as unbacked")?;
+            hold!(block.state == BlockState::Unbacked && unbacked.insert(key), "block {key} is listed as unbacked");
+            key = block.bin_next;
+        }
+        let expected = self.blocks.iter().filter(|(_, b)| b.state == BlockState::Unbacked).count();
+        hold!(unbacked.len() == expected, "{expected} unbacked blocks, {} listed", unbacked.len());
         self.check_index(indexed)
     }
 

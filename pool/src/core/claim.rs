@@ -187,8 +187,8 @@ impl Heap {
         block.state = BlockState::Unbacked;
         block.uses = Uses::none();
         block.stamp = Stamp(0);
-        let (prev, next) = (block.prev, block.next);
-        let zone = block.zone;
+        let (prev, next, zone) = (block.prev, block.next, block.zone);
+        self.list_unbacked(key);
         let unbacked = |heap: &Self, k: u32| {
             k != NONE && heap.blocks[k as usize].state == BlockState::Unbacked && heap.blocks[k as usize].zone == zone
         };

@@ -28,14 +28,18 @@ impl Heap {
     /// When all of them (none, if work that completed meanwhile made room) are [`back`](Self::back)ed,
     /// [`alloc`](Self::alloc) succeeds.
     pub(crate) fn plan_growth(&mut self, request: &Request, stream: StreamKey) -> Option<Growth> {
-        self.settle_completed();
+        if self.alone(stream) {
+            self.settle_ring()
+        } else {
+            self.settle_completed()
+        }
         // What is mapped for a second stream must not fall to the first one's neighbours.
         self.note_stream(stream);
         let zone = self.zone(request);
         let reach = |zone| Reach { stream, foreign: &|_| false, unbacked: true, zone };
         // Only where its own zone has no address space left.
-        let window =
-            self.best_window(request, &reach(Some(zone))).or_else(|| self.best_window(request, &reach(None)))?;
+        let window = self.growth_window(request, &reach(Some(zone)));
+        let window = window.or_else(|| self.growth_window(request, &reach(None)))?;
         let end = window.start + request.bytes;
         let mut key = self.find(window.start)?.0;
         let segment = self.blocks[key as usize].segment;
@@ -102,6 +106,7 @@ impl Heap {
                 if self.blocks[key as usize].end() > end {
                     self.split(key, end - self.blocks[key as usize].base);
                 }
+                self.unlist_unbacked(key);
                 self.blocks[key as usize].state = BlockState::Free;
                 key = self.settle_free(key);
             } else {

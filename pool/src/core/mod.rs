@@ -18,11 +18,14 @@ mod bins;
 mod block;
 mod check;
 mod claim;
+mod completion;
 mod growth;
 mod heap;
 mod private;
 mod request;
 mod runs;
+mod segments;
+mod tiling;
 mod uses;
 mod view;
 

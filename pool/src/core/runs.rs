@@ -69,6 +69,9 @@ impl Heap {
         stream: StreamKey,
         usable: &dyn Fn(StreamKey) -> bool,
     ) -> Option<(BlockKey, Uses)> {
+        if self.alone(stream) {
+            return self.alloc(request, stream).map(|block| (block, Uses::none()));
+        }
         self.settle_completed();
         if let Some(block) = self.alloc(request, stream) {
             return Some((block, Uses::none()));
@@ -129,6 +132,42 @@ impl Heap {
                     None => break,
                 }
             }
+        }
+        best.map(|w| Window { first: self.find(w.start).map_or(NONE, |b| b.0), ..w })
+    }
+
+    /// As [`best_window`](Self::best_window) with unbacked space. Where nothing is to be had without mapping,
+    /// it looks only at the runs around unbacked blocks.
+    pub(super) fn growth_window(&self, request: &Request, reach: &Reach<'_>) -> Option<Window> {
+        if !self.alone(reach.stream) {
+            return self.best_window(request, reach);
+        }
+        let mut best: Option<Window> = None;
+        let mut run: Vec<&Block> = Vec::new();
+        let mut unbacked = self.unbacked;
+        while unbacked != NONE {
+            let middle = &self.blocks[unbacked as usize];
+            unbacked = middle.bin_next;
+            if !reach.takes(middle) {
+                continue;
+            }
+            let joins = |key: u32| {
+                let block = (key != NONE).then(|| &self.blocks[key as usize])?;
+                (reach.takes(block) && block.zone == middle.zone).then_some(block)
+            };
+            run.clear();
+            run.extend(std::iter::successors(Some(middle), |b| joins(b.prev)));
+            // A run with several is looked at from its lowest one.
+            if run[1..].iter().any(|b| b.state == BlockState::Unbacked) {
+                continue;
+            }
+            run.reverse();
+            run.extend(std::iter::successors(joins(middle.next), |b| joins(b.next)));
+            windows(&self.segments[middle.segment as usize], &run, request, reach.stream, |w| {
+                if best.is_none_or(|b| w < b) {
+                    best = Some(w);
+                }
+            });
         }
         best.map(|w| Window { first: self.find(w.start).map_or(NONE, |b| b.0), ..w })
     }

@@ -101,12 +101,6 @@ impl Heap {
         self.blocks.get(block.index()).map(|b| (b.base, b.bytes))
     }
 
-    /// The block before (by address, same segment).
-    #[must_use]
-    pub(crate) fn previous(&self, block: BlockKey) -> Option<BlockKey> {
-        self.blocks.get(block.index()).map(|b| b.prev).filter(|&k| k != NONE).map(BlockKey)
-    }
-
     /// The block after (by address, same segment).
     #[must_use]
     pub(crate) fn next(&self, block: BlockKey) -> Option<BlockKey> {
@@ -116,12 +110,6 @@ impl Heap {
     /// Every segment, ascending by base.
     pub(crate) fn segments(&self) -> impl Iterator<Item = SegmentView> + '_ {
         self.by_base.values().map(|&key| view(SegmentKey(key), &self.segments[key as usize]))
-    }
-
-    /// One segment.
-    #[must_use]
-    pub(crate) fn segment(&self, segment: SegmentKey) -> Option<SegmentView> {
-        self.segments.get(segment.index()).map(|entry| view(segment, entry))
     }
 
     /// The blocks of a segment, ascending by address; they tile it. Blocks freed a moment ago show unmerged.
@@ -178,13 +166,6 @@ impl Heap {
     #[inline]
     pub(crate) fn requested_bytes(&self) -> u64 {
         self.requested_bytes
-    }
-
-    /// Number of used blocks.
-    #[must_use]
-    #[inline]
-    pub(crate) fn used_blocks(&self) -> u64 {
-        self.used_blocks
     }
 
     /// Largest free block, bytes, whoever may still use it.
