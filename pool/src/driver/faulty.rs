@@ -403,6 +403,7 @@ forward! {
     impl Graphs {
         fn begin_capture(stream: StreamHandle, mode: CaptureMode) -> ();
         fn end_capture(stream: StreamHandle) -> GraphHandle;
+        fn add_child(stream: StreamHandle, graph: GraphHandle) -> ();
         fn capture_status(stream: StreamHandle) -> CaptureStatus;
         fn exchange_capture_mode(mode: CaptureMode) -> CaptureMode;
         fn graph_nodes(graph: GraphHandle) -> Vec<NodeHandle>;

@@ -86,7 +86,8 @@ pub trait Memory {
     /// Plain device memory, aligned to at least 256 bytes (`cuMemAlloc`). Zero bytes is an error.
     fn malloc(&self, bytes: usize) -> DriverResult<DevicePtr>;
 
-    /// Frees what [`malloc`](Self::malloc) gave (`cuMemFree`).
+    /// Frees what [`malloc`](Self::malloc) gave (`cuMemFree`, which waits for the device's queued work; the host device
+    /// does not wait and finds who still needed the memory).
     fn free(&self, ptr: DevicePtr) -> DriverResult<()>;
 
     /// Free and total device memory, bytes (`cuMemGetInfo`).
@@ -193,8 +194,12 @@ pub trait Graphs {
     /// Starts recording a stream (`cuStreamBeginCapture`).
     fn begin_capture(&self, stream: StreamHandle, mode: CaptureMode) -> DriverResult<()>;
     /// Ends recording, on the beginning stream, and from the beginning thread unless the mode is relaxed
-    /// (`cuStreamEndCapture`). An invalidated capture ends with that error and the stream is usable.
+    /// (`cuStreamEndCapture`). An invalidated capture ends with that error and the stream is usable; so does one that the
+    /// wrong thread ends. On a stream that was forked into the capture it is refused and breaks the capture.
     fn end_capture(&self, stream: StreamHandle) -> DriverResult<GraphHandle>;
+    /// Puts a clone of `graph` into the capture of a recording stream, as a child node behind the stream's last work
+    /// (`cuGraphAddChildGraphNode`, `cuStreamUpdateCaptureDependencies`). `CaptureState` on a stream that does not record.
+    fn add_child(&self, stream: StreamHandle, graph: GraphHandle) -> DriverResult<()>;
     /// Whether the stream records (`cuStreamGetCaptureInfo`).
     fn capture_status(&self, stream: StreamHandle) -> DriverResult<CaptureStatus>;
     /// Swaps this thread's capture mode, returns the old one (`cuThreadExchangeStreamCaptureMode`).
@@ -217,8 +222,8 @@ pub trait Graphs {
     fn exec_update(&self, exec: ExecHandle, graph: GraphHandle) -> DriverResult<UpdateResult>;
     /// Uploads without launching (`cuGraphUpload`).
     fn upload(&self, exec: ExecHandle, stream: StreamHandle) -> DriverResult<()>;
-    /// Launches; runs of one exec never overlap (`cuGraphLaunch`). On a capturing stream the graph becomes
-    /// a child node.
+    /// Launches; runs of one exec never overlap (`cuGraphLaunch`). Refused on a capturing stream, whose capture breaks:
+    /// see [`add_child`](Self::add_child).
     fn launch(&self, exec: ExecHandle, stream: StreamHandle) -> DriverResult<()>;
     /// Destroys an exec; a run in flight completes (`cuGraphExecDestroy`).
     fn exec_destroy(&self, exec: ExecHandle) -> DriverResult<()>;

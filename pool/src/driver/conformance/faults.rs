@@ -3,7 +3,7 @@
 
 use std::sync::atomic::Ordering;
 
-use super::rig::{Body, GRANULE, Rig, kind};
+use super::rig::{Body, GRANULE, Rig, kind, refused};
 use super::stories;
 use crate::driver::{Args, CaptureMode, DevicePtr, DriverErrorKind, GraphHandle, HostCallback, NodeHandle};
 
@@ -30,13 +30,17 @@ stories! { in faults as conformance_faults;
         assert!(is_fault(driver.stream_create(0)));
         assert!(is_fault(driver.event_query(event)));
         assert!(is_fault(driver.synchronize()));
+        assert!(is_fault(driver.memset_d8(ptr, 0, 4, stream)));
+        assert!(is_fault(rig.try_launch("fill", Args::new().ptr(ptr).u32(1).u32(1), stream)));
+        driver.bind().unwrap();
+        assert_eq!(driver.info().ordinal.0, 0);
+        if rig.body.is_cuda() {
+            return; // what needs no context still answers, and the fault has no name
+        }
         assert!(is_fault(driver.begin_capture(stream, CaptureMode::Relaxed)));
         assert!(is_fault(driver.graph_nodes(GraphHandle(1))));
         assert!(is_fault(driver.node(NodeHandle(1))));
         assert!(is_fault(driver.function(rig.module, "fill")));
-        assert!(is_fault(rig.try_launch("fill", Args::new().ptr(ptr).u32(1).u32(1), stream)));
-        driver.bind().unwrap();
-        assert_eq!(driver.info().ordinal.0, 0);
         let fault = driver.fault().unwrap();
         assert!(fault.write);
         assert_eq!((fault.address, fault.bytes), (DevicePtr(0x10), 16));
@@ -91,7 +95,7 @@ stories! { in faults as conformance_faults;
         rig.driver.unmap(ptr, GRANULE).unwrap();
         let stream = rig.stream();
         rig.launch("peek", Args::new().ptr(ptr).u32(8), stream);
-        rig.expect_fault(stream, "peek", "unmapped chunk of 65536 bytes");
+        rig.expect_fault(stream, "peek", "unmapped chunk of 2097152 bytes");
     }
 
     /// A queued op that finds its memory gone faults, and the memory's next owner at that address keeps its bytes
@@ -139,6 +143,13 @@ stories! { in faults as conformance_faults;
     fn copies_and_sets_name_themselves(rig) {
         let stream = rig.stream();
         let ptr = rig.words(4, 0);
+        if rig.body.is_cuda() {
+            // Hardware looks at the addresses at once.
+            refused(rig.driver.memcpy_dtod(ptr, DevicePtr(0x1000), 16, stream));
+            refused(rig.driver.memset_d32(DevicePtr(0x1000), 1, 4, stream));
+            rig.wait(stream);
+            return;
+        }
         rig.driver.memcpy_dtod(ptr, DevicePtr(0x1000), 16, stream).unwrap();
         rig.expect_fault(stream, "memcpy", "never allocated");
         let other = Rig::new(rig.body);
@@ -176,7 +187,8 @@ stories! { in faults as conformance_faults;
 
     /// A pointer that lies in device memory is checked when the kernel follows it.
     fn a_pointer_in_device_memory_is_checked_when_followed(rig) {
-        let (table, target) = (rig.driver.malloc(8).unwrap(), rig.words(1, 0));
+        // Large, so that hardware takes its pages away when it is freed.
+        let (table, target) = (rig.driver.malloc(8).unwrap(), rig.driver.malloc(2 * GRANULE).unwrap());
         let stream = rig.stream();
         let address = target.0;
         // SAFETY: `address` outlives the copy: both end with the wait.
@@ -186,7 +198,7 @@ stories! { in faults as conformance_faults;
         assert_eq!(rig.read(target, 1), [77]);
         rig.driver.free(target).unwrap();
         rig.launch("indirect", Args::new().ptr(table).u32(78), stream);
-        rig.expect_fault(stream, "indirect", "freed malloc of 4 bytes");
+        rig.expect_fault(stream, "indirect", "freed malloc of 4194304 bytes");
     }
 
     /// Memory taken from under a running op kills the context; the process lives, and so does the call.

@@ -50,6 +50,25 @@ stories! { in graphs as conformance_graphs;
         assert_eq!(edges, nodes.windows(2).map(|pair| (pair[0], pair[1])).collect::<Vec<_>>());
     }
 
+    /// A structure by value and a padded parameter lie where C puts them, in the launch and in the node.
+    fn parameters_lie_as_c_lays_them_out(rig) {
+        let stream = rig.stream();
+        let ptr = rig.words(4, 0);
+        let mut args = Args::new();
+        args.ptr(ptr).u32(3).u32(0).push_bytes(&[7], 1).u64(100);
+        let graph = rig.capture(stream, || rig.launch("mixed", &args, stream));
+        let read = rig.driver.node(rig.driver.graph_nodes(graph).unwrap()[0]).unwrap();
+        let Node::Kernel { args: NodeArgs::Packed { bytes, layout: Some(layout) }, .. } = read else {
+            panic!("a kernel, found {read:?}")
+        };
+        assert_eq!(bytes, args.as_bytes());
+        let found: Vec<(u32, u32)> = layout.params.iter().map(|p| (p.offset, p.bytes)).collect();
+        assert_eq!(found, [(0, 16), (16, 1), (24, 8)]);
+        let exec = rig.driver.instantiate(graph).unwrap();
+        rig.replay(exec, stream);
+        assert_eq!(rig.read(ptr, 4), [107, 107, 107, 0]);
+    }
+
     /// Arguments come out as copies: writing over them changes nothing in the graph.
     fn node_arguments_are_copies(rig) {
         let stream = rig.stream();
@@ -135,9 +154,11 @@ stories! { in graphs as conformance_graphs;
         rig.hold(stream);
         rig.driver.launch(exec, stream).unwrap();
         rig.driver.exec_destroy(exec).unwrap();
-        assert!(matches!(kind(rig.driver.launch(exec, stream)), DriverErrorKind::InvalidHandle(_)));
+        if rig.tracks_handles() {
+            assert!(matches!(kind(rig.driver.launch(exec, stream)), DriverErrorKind::InvalidHandle(_)));
+        }
         let next = rig.exec(stream, || rig.fill(b, 4, 2, stream));
-        assert_eq!(next, exec);
+        assert!(next == exec || !rig.tracks_handles());
         rig.open();
         rig.wait(stream);
         assert_eq!((rig.read(a, 4), rig.read(b, 4)), (vec![1; 4], vec![0; 4]));
@@ -151,11 +172,15 @@ stories! { in graphs as conformance_graphs;
         let node = rig.driver.graph_nodes(old).unwrap()[0];
         let exec = rig.driver.instantiate(old).unwrap();
         rig.driver.graph_destroy(old).unwrap();
-        assert!(matches!(kind(rig.driver.node(node)), DriverErrorKind::InvalidHandle(_)));
-        assert!(matches!(kind(rig.driver.graph_destroy(old)), DriverErrorKind::InvalidHandle(_)));
+        if rig.tracks_handles() {
+            assert!(matches!(kind(rig.driver.node(node)), DriverErrorKind::InvalidHandle(_)));
+            assert!(matches!(kind(rig.driver.graph_destroy(old)), DriverErrorKind::InvalidHandle(_)));
+        }
         let new = rig.capture(stream, || rig.driver.memset_d8(b, 1, 4, stream).unwrap());
-        assert_eq!(old, new);
-        assert!(matches!(rig.driver.node(node).unwrap(), Node::Set { .. }));
+        if rig.tracks_handles() {
+            assert_eq!(old, new);
+            assert!(matches!(rig.driver.node(node).unwrap(), Node::Set { .. }));
+        }
         rig.replay(exec, stream);
         assert_eq!((rig.read(a, 4), rig.read(b, 1)), (vec![1; 4], vec![0]));
     }
@@ -177,7 +202,10 @@ stories! { in graphs as conformance_graphs;
             assert_eq!(calls.load(Ordering::Relaxed), round);
         }
         rig.driver.exec_destroy(exec).unwrap();
-        assert_eq!(Arc::strong_count(&calls), 1);
+        // Some time after the exec: hardware drops it on a thread of its own.
+        while Arc::strong_count(&calls) > 1 {
+            std::thread::yield_now();
+        }
     }
 
     /// A graph on memory that was given back faults at its replay: nobody but the launcher's bookkeeping prevents it.
@@ -228,13 +256,14 @@ stories! { in graphs as conformance_graphs;
         let stream = rig.stream();
         let ptr = rig.words(4, 0);
         let graph = rig.capture(stream, || (0..60).for_each(|i| rig.fill(ptr, 4, i, stream)));
-        let used = rig.live().used_bytes;
+        let used_bytes = || rig.live().map_or(0, |live| live.used_bytes);
+        let used = used_bytes();
         let exec = rig.driver.instantiate(graph).unwrap();
-        assert_eq!(rig.live().used_bytes, used + 60 * (10 << 10));
+        assert_eq!(used_bytes(), used + 60 * (10 << 10));
         assert!(rig.driver.instantiate(graph).unwrap_err().is_out_of_memory());
-        assert_eq!(rig.live().execs, 1);
+        assert!(rig.live().is_some_and(|live| live.execs == 1));
         rig.driver.exec_destroy(exec).unwrap();
-        assert_eq!(rig.live().used_bytes, used);
+        assert_eq!(used_bytes(), used);
         let exec = rig.driver.instantiate(graph).unwrap();
         rig.driver.upload(exec, stream).unwrap();
         rig.replay(exec, stream);
@@ -278,9 +307,10 @@ stories! { in graphs as conformance_graphs;
             (0..500).for_each(|_| rig.launch("step", Args::new().ptr(counter), stream));
         });
         rig.hold(stream);
-        let queued = rig.host().queued(stream).unwrap();
+        let queued = || rig.driver.as_host().map(|host| host.queued(stream).unwrap());
+        let before = queued();
         rig.driver.launch(exec, stream).unwrap();
-        assert_eq!(rig.host().queued(stream).unwrap(), queued + 1);
+        assert_eq!(queued(), before.map(|queued| queued + 1));
         rig.open();
         rig.wait(stream);
         assert_eq!(rig.read(counter, 1), [500]);

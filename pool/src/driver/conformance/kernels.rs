@@ -9,7 +9,7 @@ use crate::driver::{DevicePtr, Fault};
 const PTR: (u32, u32) = (8, 8);
 const WORD: (u32, u32) = (4, 4);
 
-/// `gate fill add step alone indirect peek burst`, and `add_wide` (as `add`, with another hidden attribute).
+/// `gate fill add step alone indirect peek burst mixed`, and `add_wide` (as `add`, with another hidden attribute).
 pub static KERNELS: &[HostKernel] = &[
     HostKernel { name: "gate", params: &[PTR], hidden_attribute: 0, body: gate },
     HostKernel { name: "fill", params: &[PTR, WORD, WORD], hidden_attribute: 0, body: fill },
@@ -20,6 +20,7 @@ pub static KERNELS: &[HostKernel] = &[
     HostKernel { name: "indirect", params: &[PTR, WORD], hidden_attribute: 0, body: indirect },
     HostKernel { name: "peek", params: &[PTR, WORD], hidden_attribute: 0, body: peek },
     HostKernel { name: "burst", params: &[], hidden_attribute: 0, body: burst },
+    HostKernel { name: "mixed", params: &[(16, 8), (1, 1), (8, 8)], hidden_attribute: 0, body: mixed },
     HostKernel { name: "gated_fill", params: &[PTR, PTR, WORD, WORD], hidden_attribute: 0, body: gated_fill },
 ];
 
@@ -124,6 +125,15 @@ fn peek(context: &KernelContext<'_>) -> Result<(), Fault> {
     // SAFETY: as `fill`.
     let bytes = unsafe { context.slice::<u8>(context.ptr(0)?, context.arg::<u32>(1)? as usize)? };
     std::hint::black_box(bytes.iter().fold(0u8, |all, byte| all ^ byte));
+    Ok(())
+}
+
+/// `mixed({dst, n}, a, b)`: fills `n` words with `a + b`; a structure by value, and padding before `b`.
+fn mixed(context: &KernelContext<'_>) -> Result<(), Fault> {
+    let [dst, n] = context.arg::<[u64; 2]>(0)?;
+    // SAFETY: as `fill`.
+    let dst = unsafe { context.slice_mut::<u32>(DevicePtr(dst), n as u32 as usize)? };
+    dst.fill(u32::from(context.arg::<u8>(1)?).wrapping_add(context.arg::<u64>(2)? as u32));
     Ok(())
 }
 

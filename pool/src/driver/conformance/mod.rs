@@ -8,6 +8,7 @@ pub mod captures;
 pub mod events;
 pub mod faults;
 pub mod graphs;
+mod hardware;
 pub mod kernels;
 pub mod memory;
 pub mod modules;
@@ -16,13 +17,36 @@ pub mod rig;
 pub mod streams;
 pub mod updates;
 
+pub use hardware::{SOURCES, untold};
 pub use kernels::KERNELS;
-pub use rig::{Body, Rig};
+pub use rig::{Body, Rig, set_cuda_images};
+
+/// A story and its name.
+pub type Story = (&'static str, fn(&Rig));
+
+/// Every story, in the order of the files.
+pub fn all_stories() -> impl Iterator<Item = Story> {
+    let files = [
+        memory::STORIES,
+        faults::STORIES,
+        streams::STORIES,
+        events::STORIES,
+        captures::STORIES,
+        graphs::STORIES,
+        updates::STORIES,
+        modules::STORIES,
+        peers::STORIES,
+    ];
+    files.into_iter().flatten().copied()
+}
 
 /// Declares the stories of a file: a function each, and an exported macro that turns them into tests.
 macro_rules! stories {
     (in $file:ident as $tests:ident; $($(#[$doc:meta])* fn $name:ident($rig:ident) $body:block)*) => {
         $($(#[$doc])* pub fn $name($rig: &$crate::driver::conformance::Rig) $body)*
+
+        /// The stories of this file, by name.
+        pub const STORIES: &[$crate::driver::conformance::Story] = &[$((stringify!($name), $name)),*];
 
         /// Writes the stories of this file as tests over one body.
         #[macro_export]

@@ -1,10 +1,11 @@
 //! What the stories run on.
 #![allow(unsafe_code)]
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock};
 
-use super::kernels::KERNELS;
+use super::kernels::{KERNELS, OTHER_KERNELS};
+use crate::driver::cuda::{self, CudaDevice};
 use crate::driver::host::{HostConfig, HostDevice, HostMachine, Live};
 use crate::driver::{
     Args, CaptureMode, DevicePtr, DriverError, DriverErrorKind, DynDriver, EventHandle, ExecHandle, Faulty,
@@ -20,6 +21,36 @@ pub enum Body {
     Stepped,
     /// Host device with threads behind [`Faulty`].
     Faulty,
+    /// The first CUDA device, and the second where there is one.
+    Cuda,
+    /// The same behind [`Faulty`].
+    FaultyCuda,
+}
+
+impl Body {
+    /// Whether it is hardware.
+    #[must_use]
+    pub fn is_cuda(self) -> bool {
+        matches!(self, Self::Cuda | Self::FaultyCuda)
+    }
+
+    fn kernels(self) -> ModuleImage<'static> {
+        match self {
+            Self::Cuda | Self::FaultyCuda => ModuleImage::Binary(&images()[0]),
+            _ => ModuleImage::Host(KERNELS),
+        }
+    }
+}
+
+static IMAGES: OnceLock<[Vec<u8>; 2]> = OnceLock::new();
+
+/// Sets the compiled `kernels.cu` and `other_kernels.cu`, before the first rig of a CUDA body. The first call wins.
+pub fn set_cuda_images(kernels: Vec<u8>, other: Vec<u8>) {
+    let _ = IMAGES.set([kernels, other]);
+}
+
+fn images() -> &'static [Vec<u8>; 2] {
+    IMAGES.get().unwrap()
 }
 
 /// One or two devices of a body, bound, with the kernels loaded.
@@ -29,7 +60,7 @@ pub struct Rig {
     pub body: Body,
     /// Device 0.
     pub driver: DynDriver,
-    /// Device 1 of the same machine.
+    /// Device 1 of the same machine; device 0 again on a machine with one GPU, where stories that need two are not told.
     pub peer: DynDriver,
     /// The kernels, on device 0.
     pub module: ModuleHandle,
@@ -37,25 +68,47 @@ pub struct Rig {
 }
 
 /// Unit of the rigs' VMM calls, bytes.
-pub const GRANULE: usize = 64 << 10;
+pub const GRANULE: usize = 2 << 20;
 
 impl Rig {
-    /// A rig with 256 MiB a device.
+    /// A rig with 256 MiB a device (on hardware, with what there is).
     #[must_use]
     pub fn new(body: Body) -> Self {
-        Self::with(body, HostConfig::default().memory(256 << 20).granularity(GRANULE))
+        if body.is_cuda() {
+            return Self::cuda(body);
+        }
+        // No stricter during captures than current drivers, so that the stories hold on both.
+        let config = HostConfig::default().memory(256 << 20).granularity(GRANULE);
+        Self::with(body, config.strict_captures(false).module_load_breaks_capture(false))
     }
 
-    /// A rig of another configuration.
+    fn cuda(body: Body) -> Self {
+        let open = |ordinal| -> DynDriver {
+            let device = CudaDevice::open(ordinal).unwrap();
+            if body == Body::FaultyCuda { Faulty::new(device) } else { device }
+        };
+        let driver = open(0);
+        let peer = if cuda::device_count() > 1 { open(1) } else { driver.clone() };
+        driver.bind().unwrap();
+        assert_eq!(driver.granularity_bytes().unwrap(), GRANULE);
+        Self::over(body, driver, peer)
+    }
+
+    /// A rig of another configuration of the host device.
     #[must_use]
     pub fn with(body: Body, config: HostConfig) -> Self {
+        assert!(!body.is_cuda(), "hardware has no configuration");
         let devices = HostMachine::new(2, config.stepped(body == Body::Stepped)).unwrap();
         let wrap = |device: &Arc<HostDevice>| -> DynDriver {
             if body == Body::Faulty { Faulty::new(device.clone()) } else { device.clone() }
         };
         let (driver, peer) = (wrap(&devices[0]), wrap(&devices[1]));
         driver.bind().unwrap();
-        let module = driver.module_load(ModuleImage::Host(KERNELS)).unwrap();
+        Self::over(body, driver, peer)
+    }
+
+    fn over(body: Body, driver: DynDriver, peer: DynDriver) -> Self {
+        let module = driver.module_load(body.kernels()).unwrap();
         let flag = driver.host_alloc(4).unwrap();
         let rig = Self { body, driver, peer, module, flag };
         rig.flag().store(0, Ordering::Release);
@@ -74,10 +127,32 @@ impl Rig {
         self.driver.as_host().unwrap()
     }
 
-    /// What is live on device 0.
+    /// Whether a dead handle is an error and not the end of the process, and comes back to the next object of its kind.
+    /// The host device is as strict, and as unkind, as that; hardware checks nothing and promises nothing.
     #[must_use]
-    pub fn live(&self) -> Live {
-        self.host().live()
+    pub fn tracks_handles(&self) -> bool {
+        !self.body.is_cuda()
+    }
+
+    /// What is live on device 0, where the device can tell.
+    #[must_use]
+    pub fn live(&self) -> Option<Live> {
+        self.driver.as_host().map(HostDevice::live)
+    }
+
+    /// The stories' kernels.
+    #[must_use]
+    pub fn kernels(&self) -> ModuleImage<'static> {
+        self.body.kernels()
+    }
+
+    /// Another module, in which `add` subtracts.
+    #[must_use]
+    pub fn other_kernels(&self) -> ModuleImage<'static> {
+        match self.body {
+            Body::Cuda | Body::FaultyCuda => ModuleImage::Binary(&images()[1]),
+            _ => ModuleImage::Host(OTHER_KERNELS),
+        }
     }
 
     /// The gate's word.
@@ -218,8 +293,11 @@ impl Rig {
     pub fn expect_fault(&self, stream: StreamHandle, op: &str, owner: &str) {
         let error = self.driver.stream_synchronize(stream).unwrap_err();
         let DriverErrorKind::Fault(fault) = &error.kind else { panic!("expected a fault, found {error}") };
-        assert_eq!(fault.op, op, "{fault}");
-        assert!(fault.owner.contains(owner), "expected {owner:?} in {fault}");
+        // Hardware reports that there was a fault, not whose.
+        if !self.body.is_cuda() {
+            assert_eq!(fault.op, op, "{fault}");
+            assert!(fault.owner.contains(owner), "expected {owner:?} in {fault}");
+        }
         assert_eq!(self.driver.fault().as_ref(), Some(fault));
     }
 }
@@ -231,8 +309,24 @@ impl Drop for Rig {
     }
 }
 
+/// The call must be refused for an argument.
+#[track_caller]
+pub fn refused<T: std::fmt::Debug>(result: Result<T, DriverError>) {
+    refused_as(result, format_args!("a bad argument"));
+}
+
+/// The same, saying which case of several it is.
+#[track_caller]
+pub fn refused_as<T: std::fmt::Debug>(result: Result<T, DriverError>, case: std::fmt::Arguments<'_>) {
+    match result {
+        Err(DriverError { kind: DriverErrorKind::InvalidValue(_), .. }) => {}
+        found => panic!("{case}: expected an invalid value, found {found:?}"),
+    }
+}
+
 /// The kind of an error that must be one.
 #[must_use]
+#[track_caller]
 pub fn kind<T: std::fmt::Debug>(result: Result<T, DriverError>) -> DriverErrorKind {
     result.unwrap_err().kind
 }

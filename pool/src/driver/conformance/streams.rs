@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
 
-use super::rig::{Body, Rig, kind};
+use super::rig::{Body, Rig, kind, refused};
 use super::stories;
 use crate::driver::{Args, CaptureMode, DriverErrorKind, HostCallback, StreamHandle};
 
@@ -87,8 +87,10 @@ stories! { in streams as conformance_streams;
         let first = rig.stream();
         let id = rig.driver.stream_id(first).unwrap();
         rig.driver.stream_destroy(first).unwrap();
-        assert!(matches!(kind(rig.driver.stream_query(first)), DriverErrorKind::InvalidHandle(_)));
-        assert!(matches!(kind(rig.driver.stream_destroy(first)), DriverErrorKind::InvalidHandle(_)));
+        if rig.tracks_handles() {
+            assert!(matches!(kind(rig.driver.stream_query(first)), DriverErrorKind::InvalidHandle(_)));
+            assert!(matches!(kind(rig.driver.stream_destroy(first)), DriverErrorKind::InvalidHandle(_)));
+        }
         let second = rig.stream();
         assert_eq!(first, second);
         assert_ne!(rig.driver.stream_id(second).unwrap(), id);
@@ -142,14 +144,15 @@ stories! { in streams as conformance_streams;
         let (driver, count) = (Arc::downgrade(&rig.driver), refused.clone());
         let callback = HostCallback::new(move || {
             let driver = driver.upgrade().unwrap();
-            driver.bind().unwrap();
-            if matches!(kind(driver.malloc(4)), DriverErrorKind::NotSupported(_)) {
-                count.fetch_add(1, Ordering::Relaxed);
+            for refused in [kind(driver.bind()), kind(driver.malloc(4))] {
+                if matches!(refused, DriverErrorKind::NotSupported(_)) {
+                    count.fetch_add(1, Ordering::Relaxed);
+                }
             }
         });
         rig.driver.launch_host_fn(stream, callback).unwrap();
         rig.wait(stream);
-        assert_eq!(refused.load(Ordering::Relaxed), 1);
+        assert_eq!(refused.load(Ordering::Relaxed), 2);
         rig.driver.malloc(4).unwrap();
     }
 
@@ -187,16 +190,21 @@ stories! { in streams as conformance_streams;
             scope.spawn(|| {
                 let wrong = |kind| kind == DriverErrorKind::InvalidContext;
                 assert!(wrong(kind(rig.driver.malloc(4))));
-                assert!(wrong(kind(rig.driver.free(ptr))));
-                assert!(wrong(kind(rig.driver.stream_synchronize(stream))));
-                assert!(wrong(kind(rig.driver.function(rig.module, "fill"))));
-                assert!(wrong(kind(rig.driver.memset_d8(ptr, 0, 4, stream))));
-                assert_eq!(rig.driver.fault(), None);
-                rig.peer.bind().unwrap();
-                assert!(wrong(kind(rig.driver.malloc(4))));
+                if !rig.body.is_cuda() {
+                    // Hardware takes the context from the handle where there is one.
+                    assert!(wrong(kind(rig.driver.free(ptr))));
+                    assert!(wrong(kind(rig.driver.stream_synchronize(stream))));
+                    assert!(wrong(kind(rig.driver.function(rig.module, "fill"))));
+                    assert!(wrong(kind(rig.driver.memset_d8(ptr, 0, 4, stream))));
+                    assert_eq!(rig.driver.fault(), None);
+                    // And does not know which object a call came through: what it allocates is the current device's.
+                    rig.peer.bind().unwrap();
+                    assert!(wrong(kind(rig.driver.malloc(4))));
+                    rig.driver.bind().unwrap();
+                    assert!(wrong(kind(rig.peer.malloc(4))));
+                }
                 rig.driver.bind().unwrap();
                 rig.fill(ptr, 4, 1, stream);
-                assert!(wrong(kind(rig.peer.malloc(4))));
             });
         });
         rig.wait(stream);
@@ -230,11 +238,8 @@ stories! { in streams as conformance_streams;
         rig.driver.memset_d32(DevicePtr::NULL, 1, 0, stream).unwrap();
         rig.wait(stream);
         let ptr = rig.words(4, 0);
-        assert!(matches!(
-            kind(rig.driver.memset_d32(DevicePtr(ptr.0 + 1), 1, 1, stream)),
-            DriverErrorKind::InvalidValue(_)
-        ));
-        assert!(matches!(kind(rig.driver.memset_d32(ptr, 1, usize::MAX, stream)), DriverErrorKind::InvalidValue(_)));
+        refused(rig.driver.memset_d32(DevicePtr(ptr.0 + 1), 1, 1, stream));
+        refused(rig.driver.memset_d32(ptr, 1, usize::MAX, stream));
     }
 
     /// Two machines of one process do not know each other.

@@ -19,12 +19,15 @@ fn name(status: sys::CUresult) -> String {
 }
 
 /// What a status means.
-fn kind(code: u32, name: impl FnOnce() -> String) -> Kind {
+fn kind(call: &str, code: u32, name: impl FnOnce() -> String) -> Kind {
     match code {
         1 => Kind::InvalidValue("refused by the driver"),
         2 => Kind::OutOfMemory,
+        101 => Kind::InvalidValue("no such device"),
+        200 => Kind::InvalidValue("not code for this device"),
         201 => Kind::InvalidContext,
         400 => Kind::InvalidHandle("refused by the driver"),
+        401 if matches!(call, "begin_capture" | "end_capture") => Kind::CaptureState,
         500 => Kind::NotFound,
         // Illegal address, hardware stack, illegal instruction, misaligned address, address space, program counter,
         // launch failure, illegal address of a contained context: the context is lost.
@@ -36,6 +39,9 @@ fn kind(code: u32, name: impl FnOnce() -> String) -> Kind {
             owner: name(),
         }),
         705 | 217 => Kind::PeerAccess,
+        712 => Kind::InvalidValue("host memory that is registered already"),
+        713 => Kind::InvalidValue("host memory that is not registered"),
+        800 => Kind::NotSupported("driver calls from a host function"),
         801 => Kind::NotSupported("by this driver or device"),
         // Unsupported, merge, isolation, implicit.
         900 | 902 | 905 | 906 => Kind::CaptureUnsupported,
@@ -52,7 +58,7 @@ fn kind(code: u32, name: impl FnOnce() -> String) -> Kind {
 pub(super) fn check(call: &'static str, device: DeviceOrdinal, status: sys::CUresult) -> DriverResult<()> {
     match status as u32 {
         0 => Ok(()),
-        code => Err(DriverError::new(call, device, kind(code, || name(status)))),
+        code => Err(DriverError::new(call, device, kind(call, code, || name(status)))),
     }
 }
 
@@ -62,7 +68,7 @@ mod tests {
 
     #[test]
     fn statuses_keep_their_meaning() {
-        let of = |code| kind(code, || "NAME".to_owned());
+        let of = |code| kind("launch", code, || "NAME".to_owned());
         assert_eq!(of(2), Kind::OutOfMemory);
         assert_eq!(of(901), Kind::CaptureInvalidated);
         assert_eq!(of(904), Kind::CaptureUnjoined);

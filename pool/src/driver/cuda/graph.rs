@@ -65,7 +65,8 @@ impl CudaDevice {
             grid: [params.gridDimX, params.gridDimY, params.gridDimZ],
             block: [params.blockDimX, params.blockDimY, params.blockDimZ],
             shared_bytes: params.sharedMemBytes,
-            // Launch attributes have getters of their own; they are not part of what a scan needs.
+            // Not part of what a scan needs: an update that changes either is refused by the driver itself (a cooperative
+            // launch as an attribute, a programmatic one as an edge of another kind).
             programmatic: false,
             cooperative: false,
         };
@@ -167,6 +168,36 @@ impl Graphs for CudaDevice {
         Ok(GraphHandle(graph.expose_provenance() as u64))
     }
 
+    fn add_child(&self, stream: StreamHandle, graph: GraphHandle) -> DriverResult<()> {
+        const CALL: &str = "add_child";
+        const SET_DEPENDENCIES: u32 = 1;
+        let stream = raw_stream(stream);
+        let (mut status, mut id, mut into, mut count) = (0u32, 0, std::ptr::null_mut(), 0);
+        let (mut after, mut data) = (std::ptr::null(), std::ptr::null());
+        cuda!(
+            self,
+            CALL,
+            cuStreamGetCaptureInfo_v3(
+                stream,
+                (&raw mut status).cast(),
+                &raw mut id,
+                &raw mut into,
+                &raw mut after,
+                &raw mut data,
+                &raw mut count
+            )
+        )?;
+        match status {
+            0 => return Err(self.err(CALL, Kind::CaptureState)),
+            1 => {}
+            _ => return Err(self.err(CALL, Kind::CaptureInvalidated)),
+        }
+        let mut node: sys::CUgraphNode = std::ptr::null_mut();
+        cuda!(self, CALL, cuGraphAddChildGraphNode(&raw mut node, into, after, count, raw_graph(graph)))?;
+        let none = std::ptr::null();
+        cuda!(self, CALL, cuStreamUpdateCaptureDependencies_v2(stream, &raw mut node, none, 1, SET_DEPENDENCIES))
+    }
+
     fn capture_status(&self, stream: StreamHandle) -> DriverResult<CaptureStatus> {
         Ok(self.capture("capture_status", stream)?.0)
     }
@@ -185,6 +216,9 @@ impl Graphs for CudaDevice {
         const CALL: &str = "graph_nodes";
         let mut count = 0;
         cuda!(self, CALL, cuGraphGetNodes(raw_graph(graph), std::ptr::null_mut(), &raw mut count))?;
+        if count == 0 {
+            return Ok(Vec::new()); // asking for none is an error
+        }
         let mut nodes = vec![std::ptr::null_mut(); count];
         cuda!(self, CALL, cuGraphGetNodes(raw_graph(graph), nodes.as_mut_ptr(), &raw mut count))?;
         nodes.truncate(count);
@@ -196,6 +230,9 @@ impl Graphs for CudaDevice {
         let null = std::ptr::null_mut::<sys::CUgraphNode>();
         let mut count = 0;
         cuda!(self, CALL, cuGraphGetEdges_v2(raw_graph(graph), null, null, std::ptr::null_mut(), &raw mut count))?;
+        if count == 0 {
+            return Ok(Vec::new());
+        }
         let mut from = vec![std::ptr::null_mut(); count];
         let mut to = from.clone();
         // SAFETY: plain numbers, for which zero is a value.
@@ -281,7 +318,6 @@ impl Graphs for CudaDevice {
     }
 
     fn launch(&self, exec: ExecHandle, stream: StreamHandle) -> DriverResult<()> {
-        // On a capturing stream the driver itself makes the child node.
         cuda!(self, "launch", cuGraphLaunch(raw_exec(exec), raw_stream(stream)))
     }
 

@@ -91,6 +91,10 @@ impl Memory for CudaDevice {
     }
 
     fn free(&self, ptr: DevicePtr) -> DriverResult<()> {
+        // The driver takes null for "nothing to free"; nobody was given null.
+        if ptr == DevicePtr::NULL {
+            return Err(self.err("free", Kind::InvalidValue("null")));
+        }
         cuda!(self, "free", cuMemFree_v2(ptr.0))
     }
 
@@ -102,6 +106,10 @@ impl Memory for CudaDevice {
 
     fn host_alloc(&self, bytes: usize) -> DriverResult<HostPtr> {
         let mut ptr = std::ptr::null_mut();
+        // The driver gives null for nothing.
+        if bytes == 0 {
+            return Err(self.err("host_alloc", Kind::InvalidValue("zero bytes")));
+        }
         cuda!(self, "host_alloc", cuMemHostAlloc(&raw mut ptr, bytes, HOST_ALLOC_PORTABLE))?;
         Ok(HostPtr(ptr.expose_provenance() as u64))
     }

@@ -102,7 +102,7 @@ impl Modules for CudaDevice {
     ) -> DriverResult<()> {
         const CALL: &str = "launch_kernel";
         let layout = self.param_layout(function)?;
-        if layout.as_ref().is_some_and(|layout| layout.packed_bytes() > args.len()) {
+        if layout.as_ref().is_some_and(|layout| layout.packed_bytes() != args.len()) {
             return Err(self.err(CALL, Kind::InvalidValue("arguments do not fit the function's parameters")));
         }
         let mut attributes: [MaybeUninit<sys::CUlaunchAttribute>; 2] = [MaybeUninit::zeroed(); 2];

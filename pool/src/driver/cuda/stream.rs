@@ -199,6 +199,10 @@ impl Streams for CudaDevice {
         stream: StreamHandle,
     ) -> DriverResult<()> {
         const CALL: &str = "memcpy_peer";
+        if self.capture(CALL, stream)?.0 != CaptureStatus::None {
+            // The peer call is refused while recording; addresses are unified, so the plain one finds the devices.
+            return cuda!(self, CALL, cuMemcpyDtoDAsync_v2(dst.0, src.0, bytes, raw_stream(stream)));
+        }
         let to = self.context_of(CALL, dst_device)?;
         let from = self.context_of(CALL, src_device)?;
         cuda!(self, CALL, cuMemcpyPeerAsync(dst.0, to, src.0, from, bytes, raw_stream(stream)))
@@ -209,6 +213,11 @@ impl Streams for CudaDevice {
     }
 
     fn memset_d32(&self, dst: DevicePtr, value: u32, words: usize, stream: StreamHandle) -> DriverResult<()> {
+        // The driver's own product wraps.
+        if !dst.0.is_multiple_of(4) || words.checked_mul(4).is_none() {
+            let why = "destination is not 4-byte aligned, or the size wraps";
+            return Err(self.err("memset_d32", Kind::InvalidValue(why)));
+        }
         cuda!(self, "memset_d32", cuMemsetD32Async(dst.0, value, words, raw_stream(stream)))
     }
 

@@ -14,6 +14,9 @@ use crate::driver::{
 };
 use crate::mutant;
 
+/// An event whose last record was in a capture that is no more.
+const ENDED: Kind = Kind::InvalidValue("the event was recorded in a capture that has ended");
+
 /// A capture under way.
 #[derive(Debug)]
 pub(super) struct Capture {
@@ -71,6 +74,18 @@ impl HostDevice {
         if broken { Err(self.err(call, Kind::CaptureUnsupported)) } else { Ok(()) }
     }
 
+    /// The same for calls that only a strict device counts as unsafe.
+    pub(super) fn strictly_not_capturing(&self, call: &'static str, state: &mut State) -> DriverResult<()> {
+        let strict = self.machine.config.strict_captures && !mutant::is("host.strictness-ignored");
+        if strict { self.not_capturing(call, state) } else { Ok(()) }
+    }
+
+    /// Entry of a call that only a strict device counts as unsafe.
+    pub(super) fn enter_strictly_unsafe(&self, call: &'static str) -> DriverResult<()> {
+        self.enter(call)?;
+        self.strictly_not_capturing(call, &mut self.machine.state.lock())
+    }
+
     /// Entry of a potentially unsafe call that needs nothing else of the machine's lock.
     pub(super) fn enter_unsafe(&self, call: &'static str) -> DriverResult<()> {
         self.enter(call)?;
@@ -111,21 +126,23 @@ impl HostDevice {
         if captures.is_empty() { Ok(()) } else { Err(self.err(call, Kind::CaptureUnsupported)) }
     }
 
-    /// Refuses a question about an event that was recorded inside a capture; a capture under way breaks.
+    /// Refuses a question about an event that was recorded inside a capture; `breaks` the capture under way.
     pub(super) fn event_not_captured(
         &self,
         call: &'static str,
         state: &mut State,
         event: EventHandle,
+        breaks: bool,
     ) -> DriverResult<()> {
         let Some((id, _)) = &self.event(call, state, event)?.captured else { return Ok(()) };
         if mutant::is("host.captured-event-passes") {
             return Ok(());
         }
         let id = *id;
-        if let Some((_, capture)) = state.captures.iter_mut().find(|(_, c)| c.id == id) {
-            capture.invalid = true;
-        }
+        let Some((_, capture)) = state.captures.iter_mut().find(|(_, c)| c.id == id) else {
+            return Err(self.err(call, ENDED));
+        };
+        capture.invalid |= breaks;
         Err(self.err(call, Kind::CapturedEvent))
     }
 
@@ -198,7 +215,7 @@ impl HostDevice {
             if let Some(own) = own {
                 state.captures[own].invalid = true;
             }
-            return Err(self.err(call, Kind::CapturedEvent));
+            return Err(self.err(call, ENDED));
         };
         if own.is_some_and(|own| own != theirs) {
             // Two captures can not merge: both break.
@@ -253,16 +270,17 @@ impl HostDevice {
         self.enter(CALL)?;
         let mut state = self.machine.state.lock();
         let key = self.stream(CALL, &state, stream)?;
-        let capture_key = state.queues[key].capture.filter(|&capture| state.captures[capture].origin == key);
-        let Some(capture_key) = capture_key else { return Err(self.err(CALL, Kind::CaptureState)) };
-        let capture = &state.captures[capture_key];
-        if capture.mode != CaptureMode::Relaxed
-            && !mutant::is("host.any-thread-ends")
-            && capture.thread != std::thread::current().id()
-        {
-            return Err(self.err(CALL, Kind::CaptureWrongThread));
+        let Some(capture_key) = state.queues[key].capture else { return Err(self.err(CALL, Kind::CaptureState)) };
+        let capture = &mut state.captures[capture_key];
+        if capture.origin != key {
+            capture.invalid |= !mutant::is("host.ends-elsewhere-unnoticed");
+            return Err(self.err(CALL, Kind::CaptureState));
         }
+        let wrong_thread = capture.mode != CaptureMode::Relaxed
+            && !mutant::is("host.any-thread-ends")
+            && capture.thread != std::thread::current().id();
         let ends = state.queues[key].frontier.clone();
+        let capture = &state.captures[capture_key];
         let unjoined = capture.streams.iter().filter(|&&s| s != key).any(|&s| {
             state.queues.get(s).is_some_and(|s| s.frontier.iter().any(|&node| !capture.reaches(&ends, node)))
         });
@@ -274,6 +292,7 @@ impl HostDevice {
             }
         }
         let kind = match (capture.invalid, unjoined) {
+            _ if wrong_thread => Kind::CaptureWrongThread,
             (true, _) => Kind::CaptureInvalidated,
             (false, true) if !mutant::is("host.unjoined-passes") => Kind::CaptureUnjoined,
             (false, _) => {
@@ -285,6 +304,15 @@ impl HostDevice {
         drop(state);
         drop(capture);
         Err(self.err(CALL, kind))
+    }
+
+    pub(super) fn capture_child(&self, stream: StreamHandle, graph: GraphHandle) -> DriverResult<()> {
+        const CALL: &str = "add_child";
+        self.enter(CALL)?;
+        let mut state = self.machine.state.lock();
+        let key = self.stream(CALL, &state, stream)?;
+        let child = NodeWork::Child(self.graph(CALL, &state, graph)?.def().clone());
+        self.add_node(CALL, &mut state, key, child)
     }
 
     pub(super) fn capture_state(&self, stream: StreamHandle) -> DriverResult<CaptureStatus> {

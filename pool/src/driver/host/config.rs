@@ -34,6 +34,9 @@ pub struct HostConfig {
     pub peers: bool,
     /// Whether a module load counts as unsafe during a capture (drivers before 12.3).
     pub module_load_breaks_capture: bool,
+    /// Whether calls that drivers have been seen to let pass during a capture count as unsafe all the same: the VMM
+    /// calls, exec-update, upload, destroying a graph. No driver promises that they pass.
+    pub strict_captures: bool,
     /// Device memory that an instantiated graph takes, bytes a node.
     pub exec_bytes_per_node: usize,
 }
@@ -49,6 +52,7 @@ impl Default for HostConfig {
             poison: Poison::Ends,
             peers: true,
             module_load_breaks_capture: true,
+            strict_captures: true,
             exec_bytes_per_node: 0,
         }
     }
@@ -84,6 +88,8 @@ setters! {
     peers: peers = bool;
     /// Sets whether a module load counts as unsafe during a capture.
     module_load_breaks_capture: module_load_breaks_capture = bool;
+    /// Sets whether calls that drivers let pass during a capture count as unsafe.
+    strict_captures: strict_captures = bool;
     /// Sets the device memory that an instantiated graph takes, bytes a node.
     exec_bytes_per_node: exec_bytes_per_node = usize;
 }

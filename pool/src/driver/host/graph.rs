@@ -53,6 +53,10 @@ impl Graph {
     pub(super) fn device(&self) -> u32 {
         self.def.device
     }
+
+    pub(super) fn def(&self) -> &Arc<GraphDef> {
+        &self.def
+    }
 }
 
 /// What an exec runs, in order; a launch takes it as it is then.
@@ -151,12 +155,17 @@ fn accepts_node(old: &NodeDef, new: &NodeDef, space: &Space) -> UpdateResult {
             if old.device != new.device {
                 return UpdateResult::FunctionChanged;
             }
-            a.config.cooperative == b.config.cooperative && a.config.programmatic == b.config.programmatic
+            // A programmatic start is an edge of another kind, where there is an edge.
+            let edge = !old.deps.is_empty() && !mutant::is("host.programmatic-edges-alike");
+            if edge && a.config.programmatic != b.config.programmatic {
+                return UpdateResult::TopologyChanged;
+            }
+            a.config.cooperative == b.config.cooperative
         }
         (Work::Copy(a), Work::Copy(b)) => {
             !moved(a.dst, b.dst) && !moved(a.src, b.src) && (a.dst_device, a.src_device) == (b.dst_device, b.src_device)
         }
-        (Work::Set(a), Work::Set(b)) => a.width == b.width && !moved(CopySide::Device(a.dst), CopySide::Device(b.dst)),
+        (Work::Set(a), Work::Set(b)) => !moved(CopySide::Device(a.dst), CopySide::Device(b.dst)),
         (Work::Host(_), Work::Host(_)) => true,
         _ => return UpdateResult::NodeTypeChanged,
     };
@@ -194,7 +203,12 @@ impl State {
 }
 
 impl HostDevice {
-    fn graph<'s>(&self, call: &'static str, state: &'s State, graph: GraphHandle) -> DriverResult<&'s Graph> {
+    pub(super) fn graph<'s>(
+        &self,
+        call: &'static str,
+        state: &'s State,
+        graph: GraphHandle,
+    ) -> DriverResult<&'s Graph> {
         let found = state.graphs.get(graph.0).filter(|graph| graph.def.device == self.ordinal());
         found.ok_or_else(|| self.err(call, Kind::InvalidHandle("graph")))
     }
@@ -225,6 +239,10 @@ impl Graphs for HostDevice {
 
     fn end_capture(&self, stream: StreamHandle) -> DriverResult<GraphHandle> {
         self.capture_end(stream)
+    }
+
+    fn add_child(&self, stream: StreamHandle, graph: GraphHandle) -> DriverResult<()> {
+        self.capture_child(stream, graph)
     }
 
     fn capture_status(&self, stream: StreamHandle) -> DriverResult<CaptureStatus> {
@@ -289,7 +307,7 @@ impl Graphs for HostDevice {
         self.enter(CALL)?;
         let gone = {
             let mut state = self.machine.state.lock();
-            self.not_capturing(CALL, &mut state)?;
+            self.strictly_not_capturing(CALL, &mut state)?;
             if self.graph(CALL, &state, graph)?.is_child {
                 return Err(self.err(CALL, Kind::InvalidValue("a child graph goes with its parent")));
             }
@@ -317,7 +335,7 @@ impl Graphs for HostDevice {
         const CALL: &str = "exec_update";
         self.enter(CALL)?;
         let mut state = self.machine.state.lock();
-        self.not_capturing(CALL, &mut state)?;
+        self.strictly_not_capturing(CALL, &mut state)?;
         let new = self.graph(CALL, &state, graph)?.def.clone();
         let exec = self.exec(CALL, &mut state, exec)?;
         let result = exec.def.accepts(&new, &self.machine.space.read());
@@ -347,7 +365,7 @@ impl Graphs for HostDevice {
         let key = self.stream(CALL, &state, stream)?;
         self.exec(CALL, &mut state, exec)?;
         self.stream_not_capturing(CALL, &mut state, key)?;
-        self.not_capturing(CALL, &mut state)
+        self.strictly_not_capturing(CALL, &mut state)
     }
 
     fn launch(&self, handle: ExecHandle, stream: StreamHandle) -> DriverResult<()> {
@@ -355,12 +373,9 @@ impl Graphs for HostDevice {
         self.enter(CALL)?;
         let mut state = self.machine.state.lock();
         let key = self.stream(CALL, &state, stream)?;
-        let capturing = state.queues[key].capture.is_some();
+        self.exec(CALL, &mut state, handle)?;
+        self.stream_not_capturing(CALL, &mut state, key)?;
         let exec = self.exec(CALL, &mut state, handle)?;
-        if capturing {
-            let child = NodeWork::Child(exec.def.clone());
-            return self.add_node(CALL, &mut state, key, child);
-        }
         let done = Record::new(key);
         let after = exec.last.clone().filter(|last| !last.is_done() && !mutant::is("host.runs-overlap"));
         let body = exec.body.clone();

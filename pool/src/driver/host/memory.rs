@@ -29,32 +29,32 @@ impl Memory for HostDevice {
 
     fn address_reserve(&self, bytes: usize, align: usize, hint: Option<DevicePtr>) -> DriverResult<DevicePtr> {
         const CALL: &str = "address_reserve";
-        self.enter_unsafe(CALL)?;
+        self.enter_strictly_unsafe(CALL)?;
         let reserved = self.machine.space.write().reserve(self.ordinal(), bytes, align, hint.map(|h| h.0));
         self.named(CALL, reserved.map(DevicePtr))
     }
 
     fn address_free(&self, ptr: DevicePtr, bytes: usize) -> DriverResult<()> {
         const CALL: &str = "address_free";
-        self.enter_unsafe(CALL)?;
+        self.enter_strictly_unsafe(CALL)?;
         self.named(CALL, self.machine.space.write().unreserve(ptr.0, bytes))
     }
 
     fn create(&self, bytes: usize) -> DriverResult<PhysHandle> {
         const CALL: &str = "create";
-        self.enter_unsafe(CALL)?;
+        self.enter_strictly_unsafe(CALL)?;
         self.named(CALL, self.machine.space.write().create(self.ordinal(), bytes).map(PhysHandle))
     }
 
     fn map(&self, ptr: DevicePtr, bytes: usize, offset_bytes: usize, handle: PhysHandle) -> DriverResult<()> {
         const CALL: &str = "map";
-        self.enter_unsafe(CALL)?;
+        self.enter_strictly_unsafe(CALL)?;
         self.named(CALL, self.machine.space.write().map(ptr.0, bytes, offset_bytes, handle.0))
     }
 
     fn set_access(&self, ptr: DevicePtr, bytes: usize, devices: &[DeviceOrdinal]) -> DriverResult<()> {
         const CALL: &str = "set_access";
-        self.enter_unsafe(CALL)?;
+        self.enter_strictly_unsafe(CALL)?;
         if devices.is_empty() {
             return Err(self.err(CALL, Kind::InvalidValue("no devices")));
         }
@@ -67,14 +67,14 @@ impl Memory for HostDevice {
 
     fn unmap(&self, ptr: DevicePtr, bytes: usize) -> DriverResult<()> {
         const CALL: &str = "unmap";
-        self.enter_unsafe(CALL)?;
+        self.enter_strictly_unsafe(CALL)?;
         let in_use = || self.machine.pulled_from_under(ptr.0, bytes, CALL);
         self.named(CALL, self.machine.space.write().unmap(ptr.0, bytes, in_use))
     }
 
     fn release(&self, handle: PhysHandle) -> DriverResult<()> {
         const CALL: &str = "release";
-        self.enter_unsafe(CALL)?;
+        self.enter_strictly_unsafe(CALL)?;
         self.named(CALL, self.machine.space.write().release(handle.0))
     }
 

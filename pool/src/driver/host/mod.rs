@@ -167,6 +167,10 @@ impl HostDevice {
 
 impl Driver for HostDevice {
     fn bind(&self) -> DriverResult<()> {
+        if thread::in_callback() && !mutant::is("host.callbacks-call") {
+            let why = "driver calls from a host function or kernel";
+            return Err(self.err("bind", DriverErrorKind::NotSupported(why)));
+        }
         thread::set_current(&self.machine.token, self.ordinal());
         Ok(())
     }

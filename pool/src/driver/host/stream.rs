@@ -233,7 +233,7 @@ impl Streams for HostDevice {
         const CALL: &str = "event_query";
         self.enter(CALL)?;
         let mut state = self.machine.state.lock();
-        self.event_not_captured(CALL, &mut state, event)?;
+        self.event_not_captured(CALL, &mut state, event, true)?;
         self.not_capturing(CALL, &mut state)?;
         let Some(record) = self.event(CALL, &state, event)?.record.clone() else { return Ok(true) };
         let done = record.is_done();
@@ -248,7 +248,7 @@ impl Streams for HostDevice {
         const CALL: &str = "event_synchronize";
         self.enter(CALL)?;
         let mut state = self.machine.state.lock();
-        self.event_not_captured(CALL, &mut state, event)?;
+        self.event_not_captured(CALL, &mut state, event, true)?;
         self.not_capturing(CALL, &mut state)?;
         if let Some(record) = self.event(CALL, &state, event)?.record.clone() {
             self.machine.wait_until(&mut state, record.stream, |_| record.is_done());
@@ -262,7 +262,7 @@ impl Streams for HostDevice {
         let mut state = self.machine.state.lock();
         let mut times = Vec::with_capacity(2);
         for event in [start, end] {
-            self.event_not_captured(CALL, &mut state, event)?;
+            self.event_not_captured(CALL, &mut state, event, false)?;
             let event = self.event(CALL, &state, event)?;
             if !event.timing {
                 return Err(self.err(CALL, Kind::InvalidHandle("event without timing")));

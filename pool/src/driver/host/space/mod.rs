@@ -228,10 +228,10 @@ impl Space {
         let end = self.whole(ptr, bytes)?;
         let chunk = self.chunk(handle)?;
         if offset != 0 {
-            return Err(Kind::InvalidValue("a map starts at offset 0 of its chunk"));
+            return Err(Kind::NotSupported("a map starts at offset 0 of its chunk"));
         }
         if chunk.bytes != bytes {
-            return Err(Kind::InvalidValue("a map covers its whole chunk"));
+            return Err(Kind::NotSupported("a map covers its whole chunk"));
         }
         let owner = match self.reservations.range(..=ptr).next_back() {
             Some((&start, &(len, _))) if end <= start + len as u64 => start,
