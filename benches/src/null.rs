@@ -194,6 +194,9 @@ impl Graphs for NullDriver {
         self.capturing.store(0, Ordering::Relaxed);
         Ok(GraphHandle(self.handle()))
     }
+    fn add_child(&self, _: StreamHandle, _: GraphHandle) -> DriverResult<()> {
+        Ok(())
+    }
     fn capture_status(&self, stream: StreamHandle) -> DriverResult<CaptureStatus> {
         let active = self.capturing.load(Ordering::Relaxed) == stream.0;
         Ok(if active { CaptureStatus::Active { id: 1 } } else { CaptureStatus::None })
