@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use evergraph_pool::driver::{DevicePtr, DynDriver};
 use evergraph_pool::{
-    AllocationId, BadReason, Dependency, DeviceSlice, Element, Hold, PointerTable, Pool, PoolError, PoolId, Stale,
-    Stream, Token, Tracked, Use, Window, mutant,
+    AllocationId, BadReason, Dependency, DeviceSlice, Element, Hold, PointerTable, Pool, PoolError, PoolId,
+    ScratchPolicy, Stale, Stream, Token, Tracked, Use, Window, mutant,
 };
 use smallvec::SmallVec;
 
@@ -30,12 +30,17 @@ pub struct Scope<'a> {
     lost: &'a Lost,
 }
 
+/// Where memory starts, and how many bytes it has.
+type Span = (DevicePtr, usize);
+
 /// What a run of the closure left behind.
 #[derive(Debug, Default)]
 pub(crate) struct Notes {
     pub(crate) declared: RefCell<Vec<Dependency>>,
     /// Zeroed scratch of the window, to be cleared before the first launch.
-    pub(crate) zeroed: RefCell<Vec<(DevicePtr, usize)>>,
+    pub(crate) zeroed: RefCell<Vec<Span>>,
+    /// All scratch of the capture.
+    pub(crate) handed: RefCell<Vec<Span>>,
     pub(crate) keeps: RefCell<Vec<Keep>>,
     pub(crate) miss: Cell<Option<Miss>>,
 }
@@ -117,6 +122,10 @@ impl<'a> Scope<'a> {
     /// # Errors
     /// Those of [`Pool::alloc`]; inside a capture `WindowMiss`, which the cache repairs by itself.
     pub fn alloc<T: Element>(&self, len: usize) -> Result<DeviceSlice<T>, CacheError> {
+        if self.capturing() {
+            let zeroed = |span: &Span| self.notes.zeroed.borrow().iter().any(|other| overlap(span, other));
+            return self.alloc_apart(len, zeroed);
+        }
         self.noted(self.request.pool.alloc(len, self.request.stream))
     }
 
@@ -126,15 +135,38 @@ impl<'a> Scope<'a> {
     /// # Errors
     /// As [`alloc`](Self::alloc).
     pub fn alloc_zeroed_scratch<T: Element>(&self, len: usize) -> Result<DeviceSlice<T>, CacheError> {
-        let slice = self.alloc(len)?;
-        if self.capturing() {
-            // Cleared before the first launch, outside the graph.
-            self.declare(&slice, Use::ZeroedScratch)?;
-            self.notes.zeroed.borrow_mut().push((slice.ptr(), slice.bytes()));
-        } else {
+        if !self.capturing() || matches!(self.request.policy, ScratchPolicy::Shared(_)) {
+            // In an arena other graphs write between two launches: there the clearing is part of the graph.
+            let slice = self.alloc(len)?;
             self.request.stream.fill(&slice, 0)?;
+            return Ok(slice);
         }
+        let used = |span: &Span| self.notes.handed.borrow().iter().any(|other| overlap(span, other));
+        let slice = self.alloc_apart(len, used)?;
+        // Cleared before the first launch, outside the graph.
+        self.declare(&slice, Use::ZeroedScratch)?;
+        self.notes.zeroed.borrow_mut().push((slice.ptr(), slice.bytes()));
         Ok(slice)
+    }
+
+    /// Scratch at a place that does not clash. Zeroed scratch shares no byte with other scratch of its capture: what
+    /// a launch leaves in the other would not be zero when the next launch begins.
+    fn alloc_apart<T: Element>(
+        &self,
+        len: usize,
+        clashes: impl Fn(&Span) -> bool,
+    ) -> Result<DeviceSlice<T>, CacheError> {
+        let mut clashing = Vec::new();
+        loop {
+            let slice = self.noted(self.request.pool.alloc(len, self.request.stream))?;
+            let span = (slice.ptr(), slice.bytes());
+            if slice.is_empty() || !clashes(&span) || mutant::is("cache.zeroed-shares-bytes") {
+                self.notes.handed.borrow_mut().push(span);
+                return Ok(slice);
+            }
+            // Kept until another place is found, so that the next try can not find this one again.
+            clashing.push(slice);
+        }
     }
 
     /// Declares that the work uses all of `memory`. Its block may be taken once its owner has dropped it, and
@@ -226,6 +258,10 @@ impl<'a> Scope<'a> {
         }
         Ok(result?)
     }
+}
+
+fn overlap(a: &Span, b: &Span) -> bool {
+    a.0.0 < b.0.0 + b.1 as u64 && b.0.0 < a.0.0 + a.1 as u64
 }
 
 impl Notes {
