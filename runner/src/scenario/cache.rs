@@ -183,7 +183,8 @@ fn two_streams(story: &mut Story) -> Told {
     };
     let data = stage.fill(&input, 1)?;
     other.synchronize()?;
-    for _ in 0..3 {
+    // One eager pass more where memory was not ready inside a window.
+    for _ in 0..5 {
         run(0)?;
         run(1)?;
     }
@@ -237,6 +238,9 @@ fn swapped(story: &mut Story) -> Told {
     Ok(())
 }
 
+/// Something to drop, by name.
+type Part = (&'static str, Box<dyn FnOnce()>);
+
 fn drop_order(story: &mut Story) -> Told {
     for order in 0..6 {
         let stage = Stage::new(story.mode())?;
@@ -244,7 +248,7 @@ fn drop_order(story: &mut Story) -> Told {
         stage.settle("graph", ScratchPolicy::Pin, |scope| stage.step(scope, &input, 1, &out))?;
         let driver = stage.driver.clone();
         let (cache, pool, stream, probe) = stage.into_parts();
-        let mut parts: Vec<(&str, Box<dyn FnOnce()>)> = vec![
+        let mut parts: Vec<Part> = vec![
             ("slices", Box::new(move || drop((input, out)))),
             ("cache", Box::new(move || drop(cache))),
             ("pool", Box::new(move || drop(pool))),

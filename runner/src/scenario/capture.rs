@@ -7,7 +7,7 @@ use std::sync::Barrier;
 use evergraph_graphcache::{CacheConfig, Ran, Scope};
 use evergraph_kernels::probe::Probe;
 use evergraph_pool::driver::{CaptureMode, CaptureStatus, DriverErrorKind};
-use evergraph_pool::{PoolError, ScratchPolicy, Stream};
+use evergraph_pool::{PoolError, Purpose, ScratchPolicy, Stream};
 
 use super::stage::{PAGE_WORDS, Stage, count, device, names, pages, stepped, words};
 use super::story::{Story, Told};
@@ -123,7 +123,7 @@ fn lost_capture(story: &mut Story) -> Told {
     story.say("the captured pass allocates behind the pool's back");
     let (ran, calls) = stage.calls(run);
     story.holds("typed error or eager pass", ran.is_err() || matches!(ran, Ok(Ran::Eager)));
-    story.check("captures ended", count(&calls, "begin_capture"), count(&calls, "end_capture"));
+    story.holds("the capture was ended", count(&calls, "begin_capture") <= count(&calls, "end_capture"));
     careless.set(false);
     let data = stage.fill(&input, 4)?;
     let mut eager = 0;
@@ -161,7 +161,7 @@ fn panic(story: &mut Story) -> Told {
     let (caught, calls) = stage.calls(|| quietly(|| catch_unwind(AssertUnwindSafe(run))));
     let text = caught.err().and_then(|panic| panic.downcast_ref::<&str>().map(|s| (*s).to_owned()));
     story.check("the panic goes through to the caller", Some("the closure's own panic".to_owned()), text);
-    story.check("captures ended", count(&calls, "begin_capture"), count(&calls, "end_capture"));
+    story.holds("the capture was ended", count(&calls, "begin_capture") <= count(&calls, "end_capture"));
     story.check("graphs left", count(&calls, "end_capture"), count(&calls, "graph_destroy"));
     story.check("the stream", CaptureStatus::None, stage.dynamic().capture_status(stage.stream.handle())?);
     story.check("bytes in use", reserved, stage.pool.stats().active_bytes.current);
@@ -223,6 +223,9 @@ fn each_step(story: &mut Story) -> Told {
     Ok(())
 }
 
+/// A call that another thread tries.
+type Attempt<'a> = &'a (dyn Fn() -> Result<(), PoolError> + Sync);
+
 fn other_threads(story: &mut Story) -> Told {
     let stage = Stage::new(story.mode())?;
     let (input, out) = (stage.state(256)?, stage.state(256)?);
@@ -230,13 +233,13 @@ fn other_threads(story: &mut Story) -> Told {
     driver.bind()?;
     let spare = driver.malloc(4096)?;
     let event = driver.event_create(false)?;
-    let calls: [(&str, &(dyn Fn() -> Result<(), PoolError> + Sync)); 5] = [
+    let calls: [(&str, Attempt<'_>); 5] = [
         ("pool alloc that must grow", &|| {
-            Ok(drop(stage.pool.alloc::<u32>(20 * PAGE_WORDS, &Stream::new(&stage.dynamic())?)?))
+            stage.pool.alloc::<u32>(20 * PAGE_WORDS, &Stream::new(&stage.dynamic())?).map(drop)
         }),
         ("malloc and free", &|| Ok(driver.malloc(4096).and_then(|ptr| driver.free(ptr))?)),
         ("event destroy", &|| Ok(driver.event_create(false).and_then(|e| driver.event_destroy(e))?)),
-        ("module load and unload", &|| Ok(drop(Probe::load(stage.dynamic())?))),
+        ("module load and unload", &|| Ok(Probe::load(stage.dynamic()).map(drop)?)),
         ("trim", &|| stage.pool.trim_to(0).map(|_| ())),
     ];
     for (n, (what, call)) in calls.iter().enumerate() {
@@ -442,7 +445,10 @@ fn recorded(story: &mut Story) -> Told {
     let other = stage.other_stream()?;
     let (input, out) = (stage.state(256)?, stage.state(256)?);
     let mut inside = Vec::new();
-    drop((stage.pool.alloc::<u32>(4096, &other)?, stage.pool.alloc::<u32>(4096, &other)?));
+    // A few of that size are free on its stream, between two that are not.
+    let mut kept =
+        (0..8).map(|_| stage.pool.alloc_for::<u32>(4096, Purpose::Weight, &other)).collect::<Result<Vec<_>, _>>()?;
+    drop(kept.drain(1..7));
     story.say(
         "mid-capture a slice is recorded on the capturing stream, dropped, and its size asked for on another stream",
     );
@@ -450,10 +456,10 @@ fn recorded(story: &mut Story) -> Told {
         let (ran, calls) = stage.calls(|| {
             stage.run("recorded", ScratchPolicy::Pin, |scope| {
                 if scope.capturing() {
-                    let slice = stage.pool.alloc::<u32>(4096, &other)?;
+                    let slice = stage.pool.alloc_for::<u32>(4096, Purpose::Weight, &other)?;
                     slice.record_stream(scope.stream())?;
                     drop(slice);
-                    drop(stage.pool.alloc::<u32>(4096, &other)?);
+                    drop(stage.pool.alloc_for::<u32>(4096, Purpose::Weight, &other)?);
                 }
                 stage.step(scope, &input, 1, &out)
             })
@@ -475,6 +481,7 @@ fn recorded(story: &mut Story) -> Told {
     let data = stage.fill(&input, 2)?;
     let outcome = stage.run("recorded", ScratchPolicy::Pin, |scope| stage.step(scope, &input, 1, &out))?;
     story.check("the graph", (Ran::Replayed, stepped(&data, 1)), (outcome, stage.read(&out)?));
+    drop(kept);
     Ok(())
 }
 

@@ -2,7 +2,7 @@
 
 use evergraph_graphcache::{CacheConfig, Ran};
 use evergraph_pool::driver::Driver;
-use evergraph_pool::{Hold, PoolError, ScratchPolicy};
+use evergraph_pool::{Arena, Hold, PoolError, ScratchPolicy};
 
 use super::stage::{PAGE, PAGE_WORDS, Slice, Stage, count, device, is_out_of_memory, names, pages, stepped};
 use super::story::{Story, Told};
@@ -34,8 +34,9 @@ pub(super) static SCENARIOS: &[Scenario] = &[
     ),
 ];
 
-/// A graph of its own input and output, held strongly, with pinned scratch.
+/// A graph of its own input and output, with scratch from an arena: evicting it would gain nothing.
 struct Bystander {
+    arena: Arena,
     key: String,
     input: Slice,
     out: Slice,
@@ -43,34 +44,41 @@ struct Bystander {
 }
 
 impl Bystander {
-    fn new(stage: &Stage, i: u32) -> Result<Self, PoolError> {
-        Ok(Self { key: format!("bystander {i}"), input: stage.state(256)?, out: stage.state(256)?, k: i })
+    fn new(stage: &Stage, arena: &Arena, i: u32) -> Result<Self, PoolError> {
+        let arena = arena.clone();
+        Ok(Self { arena, key: format!("bystander {i}"), input: stage.state(256)?, out: stage.state(256)?, k: i })
     }
 
     /// New input, one run; the outcome, the driver calls of the run alone, and whether the result was right.
     fn run(&self, stage: &Stage, value: u32) -> Result<(Ran, Vec<&'static str>, bool), Box<dyn std::error::Error>> {
         let data = stage.fill(&self.input, value)?;
         let (ran, calls) = stage.calls(|| {
-            stage.run(&self.key, ScratchPolicy::Pin, |scope| stage.step(scope, &self.input, self.k, &self.out))
+            stage.run(&self.key, ScratchPolicy::Shared(self.arena.clone()), |scope| {
+                stage.step(scope, &self.input, self.k, &self.out)
+            })
         });
         let right = stage.read(&self.out)? == stepped(&data, self.k);
         Ok((ran?, names(&calls), right))
     }
 
     fn settle(&self, stage: &Stage) -> Result<Ran, Box<dyn std::error::Error>> {
-        Ok(stage.settle(&self.key, ScratchPolicy::Pin, |scope| stage.step(scope, &self.input, self.k, &self.out))?)
+        Ok(stage.settle(&self.key, ScratchPolicy::Shared(self.arena.clone()), |scope| {
+            stage.step(scope, &self.input, self.k, &self.out)
+        })?)
     }
 }
 
 fn flush_74(story: &mut Story) -> Told {
     let limit = 80 * PAGE;
     let stage = Stage::with(device(), pages(story.mode()).limit(limit), CacheConfig::default())?;
+    let arena = stage.pool.arena(&stage.stream)?;
     story.say("a decode step was cut into 74 graphs; three of them read a block X of 8 pages");
-    let bystanders: Vec<Bystander> = (0..71).map(|i| Bystander::new(&stage, i)).collect::<Result<_, _>>()?;
+    let bystanders: Vec<Bystander> = (0..71).map(|i| Bystander::new(&stage, &arena, i)).collect::<Result<_, _>>()?;
     let outs: Vec<Slice> = (0..3).map(|_| stage.state(8 * PAGE_WORDS)).collect::<Result<_, _>>()?;
     let x = stage.scratch(8 * PAGE_WORDS)?;
     let run_user = |i: usize, x: &Slice| {
-        stage.run_bound(&format!("user {i}"), &[x.allocation()], |scope| {
+        let policy = ScratchPolicy::Shared(arena.clone());
+        stage.run_bound_as(&format!("user {i}"), &[x.allocation()], policy, |scope| {
             stage.step_held(scope, x, Hold::Weak, i as u32, &outs[i])
         })
     };
@@ -176,14 +184,16 @@ fn ggml_26738(story: &mut Story) -> Told {
 fn slot_table_full(story: &mut Story) -> Told {
     let slots = 8;
     let stage = Stage::with(device(), pages(story.mode()).slots(slots), CacheConfig::default())?;
-    let bystander = Bystander::new(&stage, 3)?;
+    let arena = stage.pool.arena(&stage.stream)?;
+    let bystander = Bystander::new(&stage, &arena, 3)?;
     bystander.settle(&stage)?;
     story
         .say(format!("a table of {slots} slabs; one graph reads a slice W that was dropped since: its slab is cached"));
     let (w, out) = (stage.scratch(PAGE_WORDS)?, stage.state(256)?);
     let data = stage.fill(&w, 40)?;
     let run = |w: &Slice| {
-        stage.run_bound("reader", &[w.allocation()], |scope| stage.step_held(scope, w, Hold::Weak, 1, &out))
+        let policy = ScratchPolicy::Shared(arena.clone());
+        stage.run_bound_as("reader", &[w.allocation()], policy, |scope| stage.step_held(scope, w, Hold::Weak, 1, &out))
     };
     for _ in 0..3 {
         run(&w)?;
@@ -195,7 +205,7 @@ fn slot_table_full(story: &mut Story) -> Told {
     story.say("more memory is taken, slab by slab, none of it fitting into the cached one");
     let stale = stage.pool.counters().stale;
     let (held, calls) = stage.calls(|| -> Result<Vec<_>, PoolError> {
-        (0..slots).map(|_| stage.pool.alloc::<u8>(PAGE + 1, &stage.stream)).collect()
+        (0..slots).map(|_| stage.pool.alloc::<u8>(PAGE + 4096, &stage.stream)).collect()
     });
     if story.vmm() {
         story.say("the pool of pages has no table: nothing has to go back, and the graph stays good");
@@ -225,8 +235,9 @@ fn slot_table_full(story: &mut Story) -> Told {
 
 fn trim(story: &mut Story) -> Told {
     let stage = Stage::new(story.mode())?;
+    let arena = stage.pool.arena(&stage.stream)?;
     let (input, out) = (stage.state(2 * PAGE_WORDS)?, stage.state(2 * PAGE_WORDS)?);
-    let bystander = Bystander::new(&stage, 8)?;
+    let bystander = Bystander::new(&stage, &arena, 8)?;
     bystander.settle(&stage)?;
     let run =
         |k: u32| stage.run("tracked", ScratchPolicy::Track, |scope| stage.step(scope, &input, 2, &out)).map(|o| (o, k));
@@ -257,13 +268,14 @@ fn trim(story: &mut Story) -> Told {
     }
     story.check("and computes", stepped(&data, 2), stage.read(&out)?);
     let (outcome, calls, right) = bystander.run(&stage, 12)?;
-    story.check("the pinned graph", (Ran::Replayed, vec!["launch"], true), (outcome, calls, right));
+    story.check("the graph with an arena", (Ran::Replayed, vec!["launch"], true), (outcome, calls, right));
     Ok(())
 }
 
 fn trim_one_of_three(story: &mut Story) -> Told {
     let stage = Stage::new(story.mode())?;
-    let two = [Bystander::new(&stage, 1)?, Bystander::new(&stage, 2)?];
+    let arena = stage.pool.arena(&stage.stream)?;
+    let two = [Bystander::new(&stage, &arena, 1)?, Bystander::new(&stage, &arena, 2)?];
     for one in &two {
         one.settle(&stage)?;
     }

@@ -177,7 +177,7 @@ fn lazy_library(story: &mut Story) -> Told {
     }
     let (ran, calls) = stage.calls(|| stage.run("lazy", ScratchPolicy::Pin, |scope| library(scope, true)));
     story.holds("the capture fails typed, or the run was made eagerly", ran.is_err() || matches!(ran, Ok(Ran::Eager)));
-    story.check("captures ended", count(&calls, "begin_capture"), count(&calls, "end_capture"));
+    story.holds("the capture was ended", count(&calls, "begin_capture") <= count(&calls, "end_capture"));
     story.check("graphs instantiated", 0, count(&calls, "instantiate"));
     story.holds("the stream is usable", !stage.stream.is_capturing() && stage.stream.synchronize().is_ok());
     story.holds("the pool is usable", stage.scratch(256).is_ok());
@@ -451,8 +451,8 @@ fn seed(story: &mut Story) -> Told {
         Ok((outcome, stage.read(out)?[0]))
     };
     story.say("two graphs draw from generators of their own, whose state lies in device memory, not in the capture");
-    for i in 0..2 {
-        stage.stream.upload(&[0u32], &slots[i].0)?;
+    for (i, (state, _)) in slots.iter().enumerate() {
+        stage.stream.upload(&[0u32], state)?;
         for _ in 0..3 {
             sample(i)?;
         }

@@ -58,6 +58,10 @@ impl Stage {
 
     /// On a device of a machine.
     pub(super) fn on(host: Arc<HostDevice>, pool: PoolConfig, cache: CacheConfig) -> Result<Self, PoolError> {
+        let mut cache = cache;
+        // Repairs are chosen by price; fixed ones make a story the same each time. Pages are small here.
+        cache.costs.refine = false;
+        cache.costs.chunk_us = 0.05;
         let driver = Faulty::new(host);
         driver.set_logging(true);
         let dynamic: DynDriver = driver.clone();
@@ -133,8 +137,19 @@ impl Stage {
         bound: &[AllocationId],
         body: impl FnMut(&Scope<'_>) -> Result<(), CacheError>,
     ) -> Run {
+        self.run_bound_as(key, bound, ScratchPolicy::Pin, body)
+    }
+
+    /// Runs a closure through the cache, for these allocations, with a choice for its scratch.
+    pub(super) fn run_bound_as(
+        &self,
+        key: &str,
+        bound: &[AllocationId],
+        policy: ScratchPolicy,
+        body: impl FnMut(&Scope<'_>) -> Result<(), CacheError>,
+    ) -> Run {
         let key = GraphKey::new(key);
-        self.ran(Request::new(&key, &self.pool, &self.stream).bound(bound), body)
+        self.ran(Request::new(&key, &self.pool, &self.stream).bound(bound).policy(policy), body)
     }
 
     /// Runs a closure through the cache, with memory of a second pool.

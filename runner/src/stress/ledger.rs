@@ -135,13 +135,6 @@ impl Ledger {
         self.first.as_deref()
     }
 
-    /// Whether the recipe has a graph that could be launched soundly right now.
-    pub(crate) fn has_good_graph(&self, recipe: u64) -> bool {
-        self.execs
-            .values()
-            .any(|e| e.recipe == Some(recipe) && e.bad.is_none() && !e.recorded.ranges.iter().any(|r| r.unbacked))
-    }
-
     /// What was made and not given back, by kind.
     pub(crate) fn leaks(&self) -> Vec<(&'static str, i64)> {
         self.balances.iter().filter(|(_, n)| **n != 0).map(|(what, n)| (*what, *n)).collect()
@@ -201,11 +194,7 @@ impl Ledger {
                 self.graphs.remove(&arg("graph"));
             }
             "instantiate" => self.instantiate(call, found),
-            "exec_update" => {
-                if found == UpdateResult::Updated as u64 {
-                    self.update(arg("exec"), arg("graph"));
-                }
-            }
+            "exec_update" if found == UpdateResult::Updated as u64 => self.update(arg("exec"), arg("graph")),
             "exec_destroy" => {
                 self.balance("exec", -1);
                 self.execs.remove(&arg("exec"));

@@ -131,8 +131,11 @@ pub enum Op {
     Quiet,
 }
 
+/// Makes a step from the bytes that follow.
+type Make = fn(&mut dyn FnMut() -> Option<u8>) -> Option<Op>;
+
 /// How often each kind comes, of 256.
-const WEIGHTS: &[(u8, fn(&mut dyn FnMut() -> Option<u8>) -> Option<Op>)] = &[
+const WEIGHTS: &[(u8, Make)] = &[
     (34, |b| Some(Op::Alloc { slot: b()?, size: b()?, stream: b()? })),
     (18, |b| Some(Op::Free { slot: b()? })),
     (20, |b| Some(Op::Fill { slot: b()?, stream: b()?, value: b()? })),
