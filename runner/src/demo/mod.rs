@@ -30,6 +30,9 @@ use crate::error::Result;
 
 pub use report::{Check, Counted, Repairs, Report, Steady};
 
+/// The limit that makes memory short at the right moments, bytes.
+const LIMIT_BYTES: usize = 6656 << 10;
+
 /// How the demo is run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -54,10 +57,7 @@ impl Settings {
     /// The limit in force, bytes.
     #[must_use]
     pub fn limit_bytes(&self) -> usize {
-        self.limit_bytes.unwrap_or(match self.pool {
-            PoolMode::Vmm => 6656 << 10,
-            PoolMode::Slab => 7 << 20,
-        })
+        self.limit_bytes.unwrap_or(LIMIT_BYTES)
     }
 }
 

@@ -51,6 +51,8 @@ pub struct Counted {
     pub log_stale_freed: u64,
     /// Graphs gone stale because memory under them went to another owner.
     pub log_stale_reissued: u64,
+    /// Steps whose graph was stale when they were asked for.
+    pub log_met_stale: u64,
     /// Launches of graphs.
     pub log_launches: u64,
     /// First captures.
@@ -173,6 +175,7 @@ impl Report {
                 log_stale_unbacked: stale(Cause::Unbacked),
                 log_stale_freed: stale(Cause::Freed),
                 log_stale_reissued: stale(Cause::Reissued),
+                log_met_stale: seen.met_stale,
                 log_launches: seen.launches,
                 captures: seen.way(Way::Captured),
                 warm_ups: seen.way(Way::WarmUp),
@@ -227,6 +230,7 @@ impl Report {
             counted.log_returned_under_graphs,
         );
         self.must("graphs went stale", self.stale > 0, self.stale);
+        self.must("stale graphs were asked for again", counted.log_met_stale > 0, counted.log_met_stale);
         self.must("memory of graphs was reissued", self.reissues > 0, self.reissues);
         let Repairs { remap, update, recapture, eager } = self.repairs;
         if setting.mode == PoolMode::Vmm {

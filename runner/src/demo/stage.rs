@@ -77,7 +77,7 @@ pub(super) fn name(key: u64) -> String {
 /// ones, so that some outgrow their cache, some need much scratch while others decode, and some leave early.
 fn scripts(seed: u64) -> Vec<Script> {
     let mut random = Random::new(seed ^ 0x7e47);
-    [(0, 24, 150), (0, 26, 110), (4, 100, 120), (30, 220, 80), (55, 230, 75), (75, 250, 60), (100, 28, 50)]
+    [(0, 24, 150), (0, 26, 80), (4, 100, 80), (30, 220, 70), (50, 230, 60), (72, 400, 50), (100, 28, 50)]
         .into_iter()
         .map(|(arrives, prompt, wants)| {
             let vary = |n: usize, random: &mut Random| n + random.below(5) - 2;

@@ -91,6 +91,8 @@ pub(super) struct Findings {
     pub(super) bad_launches: u64,
     /// The first of them, in words.
     pub(super) first_bad: Option<String>,
+    /// Steps whose graph was stale when they were asked for.
+    pub(super) met_stale: u64,
     /// Steps whose graph was good when they were asked for, and that were meant for the same memory as before.
     pub(super) undisturbed: u64,
     /// Of those, the ones whose launch was the only driver call (but for binding the device).
@@ -135,6 +137,7 @@ struct Step {
     had_exec: bool,
     /// It ever had one.
     known: bool,
+    met_stale: bool,
     undisturbed: bool,
     /// Why it was not.
     unbacked: bool,
@@ -415,6 +418,7 @@ impl Witness {
             key,
             had_exec: exec.is_some(),
             known: self.known.contains(&key),
+            met_stale: exec.is_some() && !was_good,
             undisturbed: was_good && !moved,
             unbacked,
             tried: false,
@@ -439,6 +443,7 @@ impl Witness {
             () => Way::Replayed,
         };
         *self.findings.ways.entry(way).or_default() += 1;
+        self.findings.met_stale += u64::from(step.met_stale);
         if step.undisturbed {
             self.findings.undisturbed += 1;
             self.findings.undisturbed_replays += u64::from(step.launched && step.calls == 1);
