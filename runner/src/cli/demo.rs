@@ -37,7 +37,7 @@ pub(super) fn run(flags: &Flags, out: &mut Output) -> Result<()> {
         seed: flags.seed,
     };
     out.line(format!(
-        "host device, {:?} pool, graphs {}, seed {}: a mixture of experts decodes on a card that is too small\n",
+        "host device, {} pool, graphs {}, seed {}: a mixture of experts decodes on a card that is too small\n",
         settings.pool,
         if settings.graphs { "on" } else { "off" },
         settings.seed

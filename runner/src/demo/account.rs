@@ -14,10 +14,13 @@ use crate::error::Result;
 /// Repairs of one kind that are told in full; the table counts the rest.
 const TOLD_IN_FULL: u32 = 6;
 
+/// Takes a line.
+type Tell<'a> = dyn FnMut(&str) -> Result<()> + 'a;
+
 /// Where the account goes, line by line.
 pub(super) struct Account<'a> {
     /// None: nobody listens.
-    tell: Option<&'a mut dyn FnMut(&str) -> Result<()>>,
+    tell: Option<&'a mut Tell<'a>>,
     round: usize,
     told: [u32; 4],
     /// The last chunk of a prompt, named when it makes graphs stale.
@@ -31,7 +34,7 @@ impl std::fmt::Debug for Account<'_> {
 }
 
 impl<'a> Account<'a> {
-    pub(super) fn new(tell: &'a mut dyn FnMut(&str) -> Result<()>) -> Self {
+    pub(super) fn new(tell: &'a mut Tell<'a>) -> Self {
         Self { tell: Some(tell), round: 0, told: [0; 4], chunk: None }
     }
 

@@ -31,7 +31,7 @@ use crate::error::Result;
 pub use report::{Check, Counted, Repairs, Report, Steady};
 
 /// The limit that makes memory short at the right moments, bytes.
-const LIMIT_BYTES: usize = 6656 << 10;
+const LIMIT_BYTES: usize = 6336 << 10;
 
 /// How the demo is run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

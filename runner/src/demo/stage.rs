@@ -70,7 +70,7 @@ fn key(text: u64, part: Part) -> u64 {
 
 /// A step by its number, for people.
 pub(super) fn name(key: u64) -> String {
-    format!("text {} {}", (key - 2) / 2, if key % 2 == 0 { "layers" } else { "head" })
+    format!("text {} {}", (key - 2) / 2, if key.is_multiple_of(2) { "layers" } else { "head" })
 }
 
 /// The texts: when they arrive, the length of their prompts, the tokens that they want. Short ones and long
