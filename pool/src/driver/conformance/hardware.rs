@@ -28,6 +28,7 @@ const HOST_ONLY: &[(&str, &str)] = &[
     ),
     ("a_fault_stays_in_its_context", "the other machine would be the same context"),
     ("each_device_has_its_own_memory", "other processes and the driver itself count too"),
+    ("a_peer_copy_that_names_the_wrong_device_is_a_fault", "addresses are unified: the copy finds the devices"),
     ("two_machines_do_not_interfere", "there is one machine"),
     ("layouts_and_arguments_may_be_hidden", "hiding is a switch of the host device"),
     ("an_exec_takes_memory", "the cost of an exec is a setting of the host device"),
@@ -50,7 +51,6 @@ const TWO_DEVICES: &[&str] = &[
     "peer_access_is_one_way",
     "a_range_is_granted_by_set_access",
     "a_peer_copy_needs_no_peer_access",
-    "a_peer_copy_that_names_the_wrong_device_is_a_fault",
 ];
 
 /// Why a story is not told on a machine with `devices` GPUs, if it is not.

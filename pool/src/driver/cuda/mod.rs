@@ -1,10 +1,10 @@
 //! The CUDA body: cudarc's `sys` level, one driver call a method, `libcuda` loaded at run time.
 //!
 //! The conformance suite runs over it and over [`Faulty`](super::Faulty) of it on a machine with a device
-//! (`tests/conformance_cuda.rs`, feature `gpu`). It was last told in full on one NVIDIA H200, driver 580.159.04 (CUDA
-//! 13.0). **Not exercised yet**: anything with two devices (peer access, peer copies, captures that span devices), other
-//! drivers and chips, and nodes that the stories do not make (event, external semaphore, batched memory operation and
-//! conditional nodes, of which the last three are reported as unknown).
+//! (`tests/conformance_cuda.rs`, feature `gpu`). It was last told on one NVIDIA H200 and on two, driver 580.159.04
+//! (CUDA 13.0). **Not exercised yet**: devices that can not reach each other, other drivers and chips, and nodes that the
+//! stories do not make (event, external semaphore, batched memory operation and conditional nodes, of which the last
+//! three are reported as unknown).
 //!
 //! What hardware does not check, callers must not rely on: dead handles are undefined behaviour, accesses are checked by
 //! page, a call that names a live object works without its device being current. The host device checks all of it.
