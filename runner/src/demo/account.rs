@@ -112,7 +112,7 @@ impl<'a> Account<'a> {
     /// A step that was no plain replay.
     pub(super) fn step(&mut self, key: u64, outcome: &Outcome, seen: &Seen, took: Duration) -> Result<()> {
         let (slot, repair) = match outcome.ran {
-            Ran::Remapped => (0, format!("remapped: {} pages put back at the same addresses", seen.mapped)),
+            Ran::Remapped => (0, format!("remapped: {} put back at the same addresses", pages(seen.mapped))),
             Ran::Updated => (1, "updated: captured anew, its exec takes the new addresses".to_owned()),
             Ran::Recaptured => (2, "recaptured: other kernels or launch shapes, so a new exec".to_owned()),
             Ran::Eager => (3, "run eagerly, kernel by kernel, this once".to_owned()),
@@ -157,6 +157,10 @@ fn why(cause: &Why) -> String {
         token.allocation,
         first.reason
     )
+}
+
+fn pages(count: u64) -> String {
+    if count == 1 { "1 page".to_owned() } else { format!("{count} pages") }
 }
 
 fn size(bytes: usize) -> String {

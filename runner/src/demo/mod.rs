@@ -4,8 +4,8 @@
 //! short the pool gave cached buffers back to the driver, and the next replay wrote through dead addresses. Here a small
 //! mixture of experts decodes several texts under a byte limit. Prompts arrive between decode steps and need much
 //! scratch, because attention writes its scores out; caches are outgrown and move; texts leave and others get
-//! their memory. Every step goes through the graph cache, and a [witness](witness) reads the driver's call log to tell
-//! what really happened.
+//! their memory. Every step goes through the graph cache, and a witness reads the driver's call log to tell what
+//! really happened.
 //!
 //! ```no_run
 //! use evergraph_runner::demo::{self, Settings};
