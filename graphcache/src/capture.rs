@@ -75,8 +75,9 @@ impl<'a> Recording<'a> {
 impl Drop for Recording<'_> {
     fn drop(&mut self) {
         if self.open && !mutant::is("cache.capture-left-open") {
-            let ended = self.driver.bind().and_then(|()| self.driver.end_capture(self.stream.handle()));
-            if let Ok(handle) = ended {
+            let end = || self.driver.bind().and_then(|()| self.driver.end_capture(self.stream.handle()));
+            // Once more, because a stream that captures for ever is of no use to anybody.
+            if let Ok(handle) = end().or_else(|_| end()) {
                 drop(OwnedGraph::new(self.driver, handle));
             }
         }

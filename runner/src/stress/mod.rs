@@ -276,6 +276,7 @@ fn shared(options: &Options) -> Result<Shared, PoolError> {
         disturbed: AtomicU64::new(0),
         memory_bytes,
         faults: options.faults,
+        crowd: options.threads > 1,
     })
 }
 
@@ -297,7 +298,7 @@ fn drive<S: Iterator<Item = u8> + Send>(options: &Options, sources: Vec<S>) -> R
                 let (shared, found, barrier) = (&*shared, &found, &barrier);
                 let order = options.seed.wrapping_add(n as u64);
                 // One worker needs no thread of its own; its steps ask for one now and then.
-                scope.spawn(move || work(shared, found, barrier, threads > 1, n, world, source, steps, until, order))
+                scope.spawn(move || work(shared, found, barrier, n, world, source, steps, until, order))
             })
             .collect();
         for worker in workers {
@@ -322,7 +323,6 @@ fn work(
     shared: &Shared,
     found: &Found,
     barrier: &Barrier,
-    crowd: bool,
     n: usize,
     mut world: World,
     mut source: impl Iterator<Item = u8> + Send,
@@ -338,7 +338,7 @@ fn work(
                 break;
             };
             // In a crowd nobody can tell whether a good graph was left alone; the rounds' ends are for that.
-            let skip = matches!(op, Op::Quiet) && crowd;
+            let skip = matches!(op, Op::Quiet) && shared.crowd;
             if !skip && let Err(wrong) = on_a_thread(shared, &mut world, op) {
                 found.note(n, Some(step), Some(op), wrong);
             }
