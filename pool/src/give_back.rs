@@ -280,7 +280,8 @@ impl Shared {
 
     /// Undoes a map that nobody has seen.
     pub(crate) fn undo_map(&self, at: DevicePtr, handle: PhysHandle) {
-        if self.driver.unmap(at, self.chunk_bytes as usize).is_err() {
+        // The growth that follows, after room was made, maps at this very address.
+        if again(|| Ok(self.driver.unmap(at, self.chunk_bytes as usize)?)).is_err() {
             self.keep_leftover(Leftover::Mapped(at, handle, self.chunk_bytes));
         } else {
             self.release_chunk(handle);
