@@ -456,3 +456,6 @@ impl Witness {
 fn words(payload: &[u8]) -> Vec<u64> {
     payload.chunks_exact(8).map(|c| u64::from_ne_bytes([c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7]])).collect()
 }
+
+#[cfg(test)]
+mod tests;
