@@ -108,7 +108,7 @@ fn two_live_slices_on_one_byte_are_an_overlap() {
 #[test]
 fn what_is_made_and_not_given_back_is_a_leak() {
     let log = vec![call("event_create", &[("timing", 0)], 5), call("malloc", &[("bytes", 1)], 6)];
-    assert_eq!(read(&[log.clone()]).leaks(), [("event", 1), ("malloc", 1)]);
+    assert_eq!(read(std::slice::from_ref(&log)).leaks(), [("event", 1), ("malloc", 1)]);
     let back = vec![call("event_destroy", &[("event", 5)], 0), call("free", &[("ptr", 6)], 0)];
     assert!(read(&[log, back]).leaks().is_empty());
 }
