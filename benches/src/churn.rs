@@ -34,7 +34,7 @@ impl Rng {
 /// A pool over no device, and a stream.
 #[must_use]
 pub fn null_pool() -> (Pool, Stream) {
-    let driver = NullDriver::new();
+    let driver = NullDriver::shared();
     match (Stream::new(&driver), Pool::new(driver.clone(), PoolConfig::vmm())) {
         (Ok(stream), Ok(pool)) => (pool, stream),
         (stream, pool) => panic!("the null driver failed: {:?} {:?}", stream.err(), pool.err()),

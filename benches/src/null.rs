@@ -28,7 +28,7 @@ pub struct NullDriver {
 impl NullDriver {
     /// A driver of a device with 1 TiB of nothing.
     #[must_use]
-    pub fn new() -> DynDriver {
+    pub fn shared() -> DynDriver {
         Arc::new(Self {
             info: DeviceInfo::new(DeviceOrdinal(0), "null", "no device", 1 << 40, true),
             next_address: AtomicU64::new(1 << 44),
