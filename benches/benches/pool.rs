@@ -19,7 +19,7 @@ fn pair(c: &mut Criterion) {
     for (name, bytes) in [("512 B", 512), ("64 KiB", 64 << 10), ("1 MiB", 1 << 20), ("64 MiB", 64 << 20)] {
         let (pool, stream) = null_pool();
         group.bench_function(name, |b| {
-            b.iter(|| black_box(pool.alloc::<u8>(black_box(bytes), &stream).expect("memory without end")));
+            b.iter(|| drop(black_box(pool.alloc::<u8>(black_box(bytes), &stream).expect("memory without end"))));
         });
     }
     group.finish();
