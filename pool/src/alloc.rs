@@ -2,10 +2,12 @@
 
 use std::sync::Arc;
 
+use parking_lot::MutexGuard;
+
 use crate::core::{BadRequest, BlockKey, Request, StreamKey, Uses};
 use crate::driver::DevicePtr;
 use crate::growth::Short;
-use crate::shared::{Notices, Shared, fresh};
+use crate::shared::{Books, Notices, Shared, fresh};
 use crate::slice::Raw;
 use crate::state::{Home, Info, NONE, Standing, State};
 use crate::victims::Need;
@@ -39,17 +41,17 @@ impl Shared {
                 return Err(PoolError::TooLarge { requested: bytes, element_bytes: 1 });
             }
         };
-        let mut state = self.lock();
         if let Some(key) = stream.home_key(self.id) {
             let key = StreamKey(key);
+            let mut state = self.lock();
+            let state = &mut *state;
             if let Some(slot) = state.streams.get(key.0 as usize)
                 && slot.window == NONE
                 && let Some(block) = state.heaps[purpose.index()].alloc(&request, key)
             {
-                return self.hand_out(&mut state, block, &request, purpose, key);
+                return self.hand_out(state, block, &request, purpose, key);
             }
         }
-        drop(state);
         self.alloc_slow(&request, purpose, stream)
     }
 
@@ -74,7 +76,7 @@ impl Shared {
         state.note_active();
         state.streams[key.0 as usize].live += 1;
         Ok(Raw {
-            shared: Arc::clone(self),
+            books: self.books(),
             ptr: DevicePtr(base),
             bytes: request.requested_bytes() as usize,
             allocation,
@@ -87,7 +89,7 @@ impl Shared {
     fn alloc_nothing(self: &Arc<Self>, purpose: Purpose) -> Result<Raw, PoolError> {
         let allocation = self.lock().next_allocation().ok_or(PoolError::Internal("no identity left for a hand-out"))?;
         Ok(Raw {
-            shared: Arc::clone(self),
+            books: self.books(),
             ptr: DevicePtr::NULL,
             bytes: 0,
             allocation,
@@ -301,38 +303,73 @@ impl Shared {
         Ok(raw)
     }
 
-    // ---- back
+    pub(crate) fn out_of_memory(
+        &self,
+        requested_bytes: usize,
+        purpose: Purpose,
+        driver: Option<crate::driver::DriverError>,
+    ) -> PoolError {
+        self.lock().tally.ooms += 1;
+        let report = self.report();
+        tracing::warn!(
+            pool = self.id.0,
+            bytes = requested_bytes,
+            reserved = report.reserved_bytes,
+            live = report.allocated_bytes,
+            held = report.held_by_graphs_bytes,
+            "out of memory"
+        );
+        PoolError::OutOfMemory(Arc::new(crate::OutOfMemory { requested_bytes, purpose, report, driver }))
+    }
+}
 
+impl Books {
     /// A slice was dropped: stream-ordered, silent, no driver call.
     #[inline]
     pub(crate) fn free(&self, raw: &Raw) {
-        let heap = raw.purpose.index();
-        let home = Home { heap, block: raw.block };
-        let mut state = self.lock();
+        let home = Home { heap: raw.purpose.index(), block: raw.block };
+        let mut guard = self.lock();
+        let state = &mut *guard;
         let Some(slot) = state.streams.get_mut(raw.stream.0 as usize) else { return };
         slot.live = slot.live.saturating_sub(1);
         let window = slot.window;
-        let info = state.info(home);
-        debug_assert_eq!(info.allocation, raw.allocation.get(), "a slice owns its block");
-        let bytes = state.heaps[heap].span(raw.block).map_or(0, |s| s.1);
-        state.tally.allocated.sub(bytes);
         state.tally.requested.sub(raw.bytes as u64);
         state.tally.slices.sub(1);
         if crate::mutant::is("epoch-on-every-free") {
             state.epoch.bump();
         }
+        let info = state.info_mut(home);
+        debug_assert_eq!(info.allocation, raw.allocation.get(), "a slice owns its block");
         if info.is_plain() && window == NONE {
-            state.info_mut(home).allocation = 0;
+            info.allocation = 0;
             let now = state.tick();
-            let freed = state.heaps[heap].free(raw.block, Uses::one(raw.stream), now);
+            let freed = state.heaps[home.heap].free(raw.block, Uses::one(raw.stream), now);
             debug_assert!(freed.is_ok(), "a live block is used: {freed:?}");
-            return;
+            state.tally.allocated.sub(freed.unwrap_or(0));
+        } else {
+            let bytes = state.heaps[home.heap].span(raw.block).map_or(0, |s| s.1);
+            state.tally.allocated.sub(bytes);
+            state.free_slow(home, window, raw, bytes);
         }
-        Self::free_slow(&mut state, home, info, window, raw, bytes);
+        if state.closed {
+            Self::close_with_last(guard);
+        }
     }
 
+    /// The pool has no handle left. With its last slice it goes.
     #[cold]
-    fn free_slow(state: &mut State, home: Home, info: Info, window: u32, raw: &Raw, bytes: u64) {
+    fn close_with_last(mut state: MutexGuard<'_, State>) {
+        let owner = if state.tally.slices.current == 0 { state.owner.take() } else { None };
+        drop(state);
+        drop(owner);
+    }
+}
+
+impl State {
+    #[cold]
+    fn free_slow(&mut self, home: Home, window: u32, raw: &Raw, bytes: u64) {
+        let state = self;
+        let info = state.info(home);
         let mut uses = state.extra.remove(&home).unwrap_or_default();
         uses.insert(raw.stream);
         state.info_mut(home).extra = false;
@@ -386,25 +423,6 @@ impl Shared {
         let now = state.tick();
         let freed = state.heaps[home.heap].free(home.block, uses, now);
         debug_assert!(freed.is_ok(), "a block without an owner is used: {freed:?}");
-    }
-
-    pub(crate) fn out_of_memory(
-        &self,
-        requested_bytes: usize,
-        purpose: Purpose,
-        driver: Option<crate::driver::DriverError>,
-    ) -> PoolError {
-        self.lock().tally.ooms += 1;
-        let report = self.report();
-        tracing::warn!(
-            pool = self.id.0,
-            bytes = requested_bytes,
-            reserved = report.reserved_bytes,
-            live = report.allocated_bytes,
-            held = report.held_by_graphs_bytes,
-            "out of memory"
-        );
-        PoolError::OutOfMemory(Arc::new(crate::OutOfMemory { requested_bytes, purpose, report, driver }))
     }
 }
 

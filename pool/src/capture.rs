@@ -274,7 +274,7 @@ impl State {
     fn end_limbo(&mut self, limbo: Vec<(Home, Uses)>) {
         for (home, uses) in limbo {
             self.info_mut(home).limbo = false;
-            Shared::let_go(self, home, uses);
+            Self::let_go(self, home, uses);
         }
     }
 

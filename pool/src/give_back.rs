@@ -416,6 +416,7 @@ fn again(mut call: impl FnMut() -> Result<(), PoolError>) -> Result<(), PoolErro
 impl Drop for Shared {
     fn drop(&mut self) {
         self.tear_down();
+        self.shelve();
     }
 }
 

@@ -2,11 +2,10 @@
 
 use std::fmt;
 use std::marker::PhantomData;
-use std::sync::Arc;
 
 use crate::core::{BlockKey, StreamKey};
 use crate::driver::DevicePtr;
-use crate::shared::Shared;
+use crate::shared::Books;
 use crate::token::Place;
 use crate::{AllocationId, Element, PoolError, PoolId, Purpose, Stream, Token};
 
@@ -39,7 +38,7 @@ pub struct DeviceSlice<T: Element> {
 
 /// The untyped part: what is needed to give it back.
 pub(crate) struct Raw {
-    pub(crate) shared: Arc<Shared>,
+    pub(crate) books: &'static Books,
     pub(crate) ptr: DevicePtr,
     pub(crate) bytes: usize,
     pub(crate) allocation: AllocationId,
@@ -60,7 +59,7 @@ impl Drop for Raw {
     #[inline]
     fn drop(&mut self) {
         if self.bytes != 0 {
-            self.shared.free(self);
+            self.books.free(self);
         }
     }
 }
@@ -114,7 +113,7 @@ impl<T: Element> DeviceSlice<T> {
     /// Which allocation, in which state, right now. Takes the pool's lock.
     #[must_use]
     pub fn token(&self) -> Token {
-        self.raw.shared.token_of(&self.raw)
+        self.raw.books.token_of(&self.raw)
     }
 
     /// What it was allocated for.
@@ -126,7 +125,7 @@ impl<T: Element> DeviceSlice<T> {
     /// The pool it came from.
     #[must_use]
     pub fn pool_id(&self) -> PoolId {
-        self.raw.shared.id
+        self.raw.allocation.pool()
     }
 
     /// Says that work queued on `stream` uses the slice, so that its memory waits for that work too.
@@ -134,7 +133,7 @@ impl<T: Element> DeviceSlice<T> {
     /// # Errors
     /// `OtherDevice`.
     pub fn record_stream(&self, stream: &Stream) -> Result<(), PoolError> {
-        self.raw.shared.record_stream(&self.raw, stream)
+        self.raw.books.record_stream(&self.raw, stream)
     }
 }
 

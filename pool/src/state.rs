@@ -274,6 +274,9 @@ pub(crate) struct State {
     pub(crate) tally: Tally,
     pub(crate) counters: Counters,
     pub(crate) closed: bool,
+    /// Keeps the pool while slices live: they do not count references themselves. Taken when the last handle
+    /// and the last slice are gone.
+    pub(crate) owner: Option<Arc<crate::shared::Shared>>,
 }
 
 impl State {
@@ -305,6 +308,7 @@ impl State {
             tally: Tally::default(),
             counters: Counters::default(),
             closed: false,
+            owner: None,
         }
     }
 

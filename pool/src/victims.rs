@@ -344,6 +344,10 @@ impl Shared {
             self.retry_leftovers(&cold, &mut notices);
         }
         notices.deliver();
+        let mut state = self.lock();
+        let owner = if state.tally.slices.current == 0 { state.owner.take() } else { None };
+        drop(state);
+        drop(owner);
     }
 }
 

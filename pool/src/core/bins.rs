@@ -22,19 +22,19 @@ pub(super) struct Bins {
     shift: u32,
     levels: u64,
     slots: [u64; LEVELS],
+    /// Made with the first block.
     heads: Box<[u32]>,
     pub(super) count: u32,
 }
 
 impl Bins {
     pub(super) fn new(granule_shift: u32) -> Self {
-        Self {
-            shift: granule_shift,
-            levels: 0,
-            slots: [0; LEVELS],
-            heads: vec![NONE; LEVELS * SLOTS].into_boxed_slice(),
-            count: 0,
-        }
+        Self { shift: granule_shift, levels: 0, slots: [0; LEVELS], heads: Box::default(), count: 0 }
+    }
+
+    #[cold]
+    fn make_heads(&mut self) {
+        self.heads = vec![NONE; LEVELS * SLOTS].into_boxed_slice();
     }
 
     /// Level and slot of a block of so many bytes.
@@ -57,6 +57,9 @@ impl Bins {
 
     #[inline]
     pub(super) fn insert(&mut self, blocks: &mut Slab<Block>, key: u32) {
+        if self.heads.is_empty() {
+            self.make_heads();
+        }
         let (level, slot) = self.bin(blocks[key as usize].bytes);
         let head = std::mem::replace(&mut self.heads[level * SLOTS + slot], key);
         let block = &mut blocks[key as usize];
@@ -163,6 +166,9 @@ impl Bins {
     /// Every block, for the invariant check; also whether bitmaps and lists agree.
     pub(super) fn audit(&self, blocks: &Slab<Block>) -> Result<Vec<u32>, String> {
         let mut keys = Vec::new();
+        if self.heads.is_empty() {
+            return if self.levels == 0 && self.count == 0 { Ok(keys) } else { Err("bins without heads".into()) };
+        }
         for level in 0..LEVELS {
             if (self.slots[level] != 0) != (self.levels >> level & 1 == 1) {
                 return Err(format!("level bit {level} disagrees with its slots"));

@@ -129,8 +129,6 @@ pub(super) struct Segment {
     /// Where the small zone ends; `base` if there is none.
     pub(super) small_end: u64,
     pub(super) first: u32,
-    /// Used and claimed blocks.
-    pub(super) busy_blocks: u32,
     /// `None`: a slab.
     pub(super) chunks: Option<Chunks>,
     /// For each stretch of `1 << hint_shift` bytes: a block that starts in it, or `NONE`. Makes finding an
@@ -149,7 +147,7 @@ impl Segment {
             hint_shift += 1;
         }
         let hints = vec![NONE; (bytes >> hint_shift) as usize + 1];
-        Self { base, bytes, small_end, first: NONE, busy_blocks: 0, chunks, hint_shift, hints }
+        Self { base, bytes, small_end, first: NONE, chunks, hint_shift, hints }
     }
 
     #[inline]

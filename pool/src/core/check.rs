@@ -27,7 +27,7 @@ impl Heap {
             let entry = self.segments.get(segment as usize).ok_or("a dead segment is listed")?;
             hold!(entry.base == base && base >= last_end, "segment {segment} overlaps or moved");
             last_end = entry.end();
-            let (mut at, mut prev, mut busy) = (entry.base, NONE, 0);
+            let (mut at, mut prev) = (entry.base, NONE);
             let mut key = entry.first;
             let mut hinted = BTreeSet::new();
             while key != NONE {
@@ -53,7 +53,6 @@ impl Heap {
                 }
                 match block.state {
                     BlockState::Used => {
-                        busy += 1;
                         used_blocks += 1;
                         used_bytes += block.bytes;
                         requested_bytes += block.requested_bytes;
@@ -76,7 +75,7 @@ impl Heap {
                             );
                         }
                     }
-                    BlockState::Claimed => busy += 1,
+                    BlockState::Claimed => {}
                     BlockState::Unbacked => {
                         hold!(entry.chunks.is_some() && block.uses.is_empty(), "unbacked block {key} in a slab");
                         let like = |p: &block::Block| p.state == BlockState::Unbacked && p.zone == block.zone;
@@ -107,7 +106,6 @@ impl Heap {
                 key = block.next;
             }
             hold!(at == entry.end(), "segment {segment} is not tiled to its end");
-            hold!(busy == entry.busy_blocks, "segment {segment} miscounts its busy blocks");
             for (slot, &hint) in entry.hints.iter().enumerate() {
                 hold!(hint == NONE || hinted.contains(&slot), "hint {slot} of segment {segment} is stale");
             }

@@ -66,7 +66,6 @@ impl Heap {
 
     fn claim(&mut self, first: u32, segment: SegmentKey, chunks: Option<Range<u32>>, base: u64, bytes: u64) -> Claim {
         let (key, uses) = self.carve(first, base, base + bytes);
-        self.segments[segment.index()].busy_blocks += 1;
         Claim { block: BlockKey(key), segment, chunks, base, bytes, uses }
     }
 
@@ -115,16 +114,21 @@ impl Heap {
 
     /// Size and key of every slab that is free from end to end.
     pub(super) fn whole_slabs(&self, usable: &dyn Fn(StreamKey) -> bool) -> Vec<(u64, u32)> {
-        let free = self.segments.iter().filter(|(_, s)| s.chunks.is_none() && s.busy_blocks == 0);
-        free.filter(|&(_, s)| {
-            let mut key = s.first;
-            while key != NONE && self.blocks[key as usize].uses.iter().all(usable) {
-                key = self.blocks[key as usize].next;
-            }
-            key == NONE
-        })
-        .map(|(key, s)| (s.bytes, key as u32))
-        .collect()
+        let slabs = self.segments.iter().filter(|(_, s)| s.chunks.is_none());
+        slabs
+            .filter(|&(_, s)| {
+                let mut key = s.first;
+                while key != NONE {
+                    let block = &self.blocks[key as usize];
+                    if block.state != BlockState::Free || !block.uses.iter().all(usable) {
+                        return false;
+                    }
+                    key = block.next;
+                }
+                true
+            })
+            .map(|(key, s)| (s.bytes, key as u32))
+            .collect()
     }
 
     /// Claims wholly free slabs until they hold `want_bytes` (all there are, if less): the smallest one that
@@ -150,8 +154,6 @@ impl Heap {
     pub(crate) fn release_claim(&mut self, block: BlockKey) -> Result<(), Misuse> {
         let key = self.claimed(block)?;
         self.blocks[key as usize].state = BlockState::Free;
-        let segment = self.blocks[key as usize].segment;
-        self.segments[segment as usize].busy_blocks -= 1;
         self.settle_free(key);
         Ok(())
     }
@@ -175,7 +177,6 @@ impl Heap {
         let inner = entry.inner_chunks(base, end);
         let Some(pages) = &mut entry.chunks else { return Err(Misuse::Block(block)) };
         pages.set(inner, false);
-        entry.busy_blocks -= 1;
         self.chunked_bytes -= end - base;
         self.make_unbacked(key);
         Ok(())

@@ -132,8 +132,10 @@ impl Heap {
             let key = self.ring[i];
             let block = &self.blocks[key as usize];
             if block.bytes == request.bytes && block.base & (request.align - 1) == 0 && block.uses.within(stream) {
-                self.ring.copy_within(i + 1..self.ring_len, i);
                 self.ring_len -= 1;
+                if i < self.ring_len {
+                    self.ring.copy_within(i + 1..=self.ring_len, i);
+                }
                 self.blocks[key as usize].quick = false;
                 return Some(self.hand_out(key, request));
             }
@@ -178,23 +180,24 @@ impl Heap {
         Some(self.hand_out(key, request))
     }
 
-    /// Takes a used block back. `uses`: streams with queued work that may touch it; `now`: the pool's clock.
+    /// Takes a used block back; its bytes. `uses`: streams with queued work that may touch it; `now`: the
+    /// pool's clock.
     #[inline]
-    pub(crate) fn free(&mut self, block: BlockKey, uses: Uses, now: Stamp) -> Result<(), Misuse> {
+    pub(crate) fn free(&mut self, block: BlockKey, uses: Uses, now: Stamp) -> Result<u64, Misuse> {
         let Some(entry) = self.blocks.get_mut(block.index()).filter(|b| b.state == BlockState::Used) else {
             return Err(Misuse::Block(block));
         };
-        self.used_bytes -= entry.bytes;
+        let bytes = entry.bytes;
+        self.used_bytes -= bytes;
         self.requested_bytes -= entry.requested_bytes;
         self.used_blocks -= 1;
         entry.requested_bytes = 0;
         entry.state = BlockState::Free;
         entry.stamp = if uses.is_empty() { Stamp(0) } else { now };
         entry.uses = uses;
-        self.segments[entry.segment as usize].busy_blocks -= 1;
         if entry.holes {
             self.free_with_holes(block.0);
-            return Ok(());
+            return Ok(bytes);
         }
         entry.quick = true;
         if self.ring_len == RING {
@@ -206,7 +209,7 @@ impl Heap {
         }
         self.ring[self.ring_len] = block.0;
         self.ring_len += 1;
-        Ok(())
+        Ok(bytes)
     }
 
     /// Merges and indexes the blocks that wait in the ring.
@@ -229,7 +232,6 @@ impl Heap {
         self.used_bytes += block.bytes;
         self.requested_bytes += request.requested_bytes;
         self.used_blocks += 1;
-        self.segments[block.segment as usize].busy_blocks += 1;
         BlockKey(key)
     }
 

@@ -46,7 +46,7 @@ impl Heap {
             let mut key = first;
             while key != NONE {
                 let block = &self.blocks[key as usize];
-                let (prev, next, bytes, segment) = (block.prev, block.next, block.bytes, block.segment);
+                let (prev, next, bytes) = (block.prev, block.next, block.bytes);
                 if block.state == BlockState::Free && block.uses.contains(stream) {
                     self.unindex(key);
                     let block = &mut self.blocks[key as usize];
@@ -60,7 +60,6 @@ impl Heap {
                     } else {
                         taken.push(BlockKey(key));
                         self.used_blocks += 1;
-                        self.segments[segment as usize].busy_blocks += 1;
                     }
                 }
                 key = next;

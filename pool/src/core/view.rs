@@ -25,8 +25,6 @@ pub(crate) struct SegmentView {
     pub(crate) bytes: u64,
     /// Bytes with memory behind them; all of a slab.
     pub(crate) backed_bytes: u64,
-    /// Used and claimed blocks; 0: wholly free or unbacked.
-    pub(crate) busy_blocks: u32,
     /// Bytes of a chunk; `None` for a slab.
     pub(crate) chunk_bytes: Option<u64>,
 }
@@ -129,19 +127,30 @@ impl Heap {
             segments: self.segments.len() as u64,
             ..HeapStats::default()
         };
-        for (_, block) in &self.blocks {
-            match block.state {
-                BlockState::Used => {}
-                BlockState::Free => {
-                    stats.free_bytes += block.bytes;
-                    stats.free_blocks += 1;
-                    stats.largest_free_bytes = stats.largest_free_bytes.max(block.bytes);
-                    if self.segments[block.segment as usize].busy_blocks > 0 {
-                        stats.inactive_split_bytes += block.bytes;
+        for (_, entry) in &self.segments {
+            let mut split_bytes = 0;
+            let mut busy = false;
+            let mut key = entry.first;
+            while key != NONE {
+                let block = &self.blocks[key as usize];
+                match block.state {
+                    BlockState::Used => busy = true,
+                    BlockState::Free => {
+                        stats.free_bytes += block.bytes;
+                        stats.free_blocks += 1;
+                        stats.largest_free_bytes = stats.largest_free_bytes.max(block.bytes);
+                        split_bytes += block.bytes;
                     }
+                    BlockState::Claimed => {
+                        busy = true;
+                        stats.claimed_bytes += block.bytes;
+                    }
+                    BlockState::Unbacked => stats.unbacked_bytes += block.bytes,
                 }
-                BlockState::Claimed => stats.claimed_bytes += block.bytes,
-                BlockState::Unbacked => stats.unbacked_bytes += block.bytes,
+                key = block.next;
+            }
+            if busy {
+                stats.inactive_split_bytes += split_bytes;
             }
         }
         stats
@@ -186,7 +195,6 @@ fn view(key: SegmentKey, entry: &Segment) -> SegmentView {
             None => entry.bytes,
             Some(pages) => u64::from(pages.backed_count) * pages.bytes,
         },
-        busy_blocks: entry.busy_blocks,
         chunk_bytes: entry.chunks.as_ref().map(|c| c.bytes),
     }
 }
