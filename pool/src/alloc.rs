@@ -378,7 +378,13 @@ impl State {
             if let Some(open) = open {
                 if info.window == window {
                     open.freed.push(raw.ptr.0..raw.ptr.0 + bytes);
-                    let tag = Uses::one(open.private);
+                    let mut tag = Uses::one(open.private);
+                    if !crate::mutant::is("window-forgets-streams") {
+                        // Work of a forked stream: nothing in this window is ordered after it, so the block is
+                        // not handed out again before the window ends.
+                        uses.remove(raw.stream);
+                        tag.extend(&uses);
+                    }
                     *state.info_mut(home) = Info::EMPTY;
                     let now = state.tick();
                     let freed = state.heaps[home.heap].free(home.block, tag, now);

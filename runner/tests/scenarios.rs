@@ -61,6 +61,7 @@ const MUTANTS: &[(&str, &str, &str)] = &[
     ("cache.global-mode", "pytorch-104487-poller", "vmm"),
     ("outliving-unchecked", "aiter-5393-workspace-in-window", "slab"),
     ("window-unsealed", "capture-miss", "vmm"),
+    ("window-forgets-streams", "warp-1418-fork-in-capture", "vmm"),
 ];
 
 /// Runs the command with a rule taken out; whether it held all the same.

@@ -178,7 +178,12 @@ fn child_graphs_are_scanned_to_the_bottom() {
         }
         let stream = scope.stream().handle();
         // A launch can not be recorded; a graph can be put in.
-        Ok(if scope.capturing() { rig.driver.add_child(stream, graph)? } else { rig.driver.launch(exec, stream)? })
+        if scope.capturing() {
+            rig.driver.add_child(stream, graph)?;
+        } else {
+            rig.driver.launch(exec, stream)?;
+        }
+        Ok(())
     };
     let error = third(&rig, body).unwrap_err();
     assert!(matches!(error, CacheError::Undeclared { address, .. } if address == input.ptr()), "{error}");

@@ -4,6 +4,7 @@ use std::cell::RefCell;
 
 use evergraph_graphcache::{CacheError, Ran, Scope};
 use evergraph_kernels::probe::Words;
+use evergraph_pool::driver::Streams;
 use evergraph_pool::{DeviceSlice, ScratchPolicy, Use};
 
 use super::stage::{PAGE_WORDS, Slice, Stage, count, stepped, words};
@@ -30,6 +31,11 @@ pub(super) static SCENARIOS: &[Scenario] = &[
         "trtllm-16290-shared-scratch",
         "two graphs share an arena, and other memory comes and goes between their replays",
         shared,
+    ),
+    both(
+        "warp-1418-fork-in-capture",
+        "a buffer that a forked stream uses is not handed out again before the window ends",
+        fork,
     ),
     both(
         "rocm-5325-two-graphs-one-page",
@@ -220,6 +226,54 @@ fn cut_step(
     let stream = scope.stream().handle();
     stage.probe.add(stream, Words::new(input.ptr(), len), k, words(&scratch))?;
     stage.probe.mix(stream, words(&scratch), Words::new(input.ptr(), len), Words::new(out.ptr(), len))?;
+    Ok(())
+}
+
+fn fork(story: &mut Story) -> Told {
+    let stage = Stage::new(story.mode())?;
+    let side = stage.other_stream()?;
+    let (input, out, other) = (stage.state(1024)?, stage.state(1024)?, stage.state(1024)?);
+    let driver = stage.dynamic();
+    driver.bind()?;
+    let (start, join) = (driver.event_create(false)?, driver.event_create(false)?);
+    let addresses: RefCell<Vec<_>> = RefCell::default();
+    let run = || {
+        stage.run("forked", ScratchPolicy::Pin, |scope| {
+            scope.declare(&input, Use::Input)?;
+            scope.declare(&out, Use::State)?;
+            scope.declare(&other, Use::State)?;
+            let (origin, fork) = (scope.stream().handle(), side.handle());
+            stage.driver.event_record(start, origin)?;
+            stage.driver.stream_wait_event(fork, start)?;
+            // Used on the fork, dropped before the join.
+            let forked = scope.alloc::<u32>(1024)?;
+            forked.record_stream(&side)?;
+            stage.probe.add(fork, words(&input), 1, words(&forked))?;
+            stage.probe.mix(fork, words(&forked), words(&input), words(&out))?;
+            let at = forked.ptr();
+            drop(forked);
+            let next = scope.alloc::<u32>(1024)?;
+            addresses.borrow_mut().push((scope.capturing(), at, next.ptr()));
+            stage.probe.fill(origin, words(&next), 0)?;
+            stage.probe.add(origin, words(&next), 5, words(&other))?;
+            stage.driver.event_record(join, fork)?;
+            stage.driver.stream_wait_event(origin, join)?;
+            Ok(())
+        })
+    };
+    story.say(
+        "inside a capture work is forked to a side stream, which uses a buffer; the buffer is dropped before the join",
+    );
+    for value in 0..5 {
+        let data = stage.fill(&input, value * 7)?;
+        run()?;
+        story.check(format!("run {value}: the fork's result"), stepped(&data, 1), stage.read(&out)?);
+    }
+    let reused = addresses.borrow().iter().filter(|(capturing, a, b)| *capturing && a == b).count();
+    story.check("buffers reused on the origin before the join", 0, reused);
+    driver.bind()?;
+    driver.event_destroy(start)?;
+    driver.event_destroy(join)?;
     Ok(())
 }
 
