@@ -117,9 +117,9 @@ fn replay(replays: Replays) -> Replays {
 }
 
 /// An `alloc` and its drop.
-const LIMIT_PAIR: u64 = 575;
+const LIMIT_PAIR: u64 = 485;
 /// A drop of a random slice and an `alloc` of a random size.
-const LIMIT_CHURN: u64 = 1680;
+const LIMIT_CHURN: u64 = 1620;
 /// Lease, fence, compare, note, clear.
 const LIMIT_CHECK: u64 = 25;
 /// A run of the cache that ends in a replay: key, lookup, check, launch.

@@ -69,7 +69,10 @@ impl Shared {
         if live.saturating_add(request_bytes) > most {
             return false;
         }
-        let free: u64 = state.heaps.iter().map(|h| h.backed_bytes().saturating_sub(h.used_bytes())).sum();
+        if need.short_bytes == 0 {
+            return true;
+        }
+        let free: u64 = state.heaps.iter().map(|h| h.stats().free_bytes).sum();
         free + state.tally.held.current >= need.short_bytes
     }
 

@@ -71,6 +71,7 @@ pub(super) struct Block {
     pub(super) holes: bool,
     pub(super) zone: Zone,
     pub(super) requested_bytes: u64,
+    /// Left over from before where the block is used.
     pub(super) uses: Uses,
     /// When the last of `uses` was queued, at the latest; 0 when nobody uses it.
     pub(super) stamp: Stamp,

@@ -75,9 +75,6 @@ pub(crate) struct Heap {
     /// For each stream: the host saw everything before this complete.
     pub(super) completed: Vec<Stamp>,
     pub(super) unsettled: bool,
-    pub(super) used_bytes: u64,
-    pub(super) requested_bytes: u64,
-    pub(super) used_blocks: u64,
     pub(super) slab_bytes: u64,
     pub(super) chunked_bytes: u64,
 }
@@ -105,9 +102,6 @@ impl Heap {
             private: Uses::none(),
             completed: Vec::new(),
             unsettled: false,
-            used_bytes: 0,
-            requested_bytes: 0,
-            used_blocks: 0,
             slab_bytes: 0,
             chunked_bytes: 0,
         }
@@ -188,9 +182,6 @@ impl Heap {
             return Err(Misuse::Block(block));
         };
         let bytes = entry.bytes;
-        self.used_bytes -= bytes;
-        self.requested_bytes -= entry.requested_bytes;
-        self.used_blocks -= 1;
         entry.requested_bytes = 0;
         entry.state = BlockState::Free;
         entry.stamp = if uses.is_empty() { Stamp(0) } else { now };
@@ -228,10 +219,6 @@ impl Heap {
         let block = &mut self.blocks[key as usize];
         block.state = BlockState::Used;
         block.requested_bytes = request.requested_bytes;
-        block.uses = Uses::none();
-        self.used_bytes += block.bytes;
-        self.requested_bytes += request.requested_bytes;
-        self.used_blocks += 1;
         BlockKey(key)
     }
 

@@ -46,20 +46,18 @@ impl Heap {
             let mut key = first;
             while key != NONE {
                 let block = &self.blocks[key as usize];
-                let (prev, next, bytes) = (block.prev, block.next, block.bytes);
+                let (prev, next) = (block.prev, block.next);
                 if block.state == BlockState::Free && block.uses.contains(stream) {
                     self.unindex(key);
                     let block = &mut self.blocks[key as usize];
                     block.state = BlockState::Used;
                     block.uses = Uses::none();
-                    self.used_bytes += bytes;
                     let zone = block.zone;
                     if prev != NONE && taken.last() == Some(&BlockKey(prev)) && self.blocks[prev as usize].zone == zone
                     {
                         self.join(prev, key);
                     } else {
                         taken.push(BlockKey(key));
-                        self.used_blocks += 1;
                     }
                 }
                 key = next;

@@ -88,7 +88,7 @@ impl Heap {
             bytes: entry.bytes,
             requested_bytes: entry.requested_bytes,
             state: entry.state,
-            uses: entry.uses.clone(),
+            uses: if entry.state == BlockState::Used { Uses::none() } else { entry.uses.clone() },
         })
     }
 
@@ -120,10 +120,7 @@ impl Heap {
     #[must_use]
     pub(crate) fn stats(&self) -> HeapStats {
         let mut stats = HeapStats {
-            requested_bytes: self.requested_bytes,
-            used_bytes: self.used_bytes,
             backed_bytes: self.backed_bytes(),
-            used_blocks: self.used_blocks,
             segments: self.segments.len() as u64,
             ..HeapStats::default()
         };
@@ -134,7 +131,12 @@ impl Heap {
             while key != NONE {
                 let block = &self.blocks[key as usize];
                 match block.state {
-                    BlockState::Used => busy = true,
+                    BlockState::Used => {
+                        busy = true;
+                        stats.used_blocks += 1;
+                        stats.used_bytes += block.bytes;
+                        stats.requested_bytes += block.requested_bytes;
+                    }
                     BlockState::Free => {
                         stats.free_bytes += block.bytes;
                         stats.free_blocks += 1;
@@ -161,20 +163,6 @@ impl Heap {
     #[inline]
     pub(crate) fn backed_bytes(&self) -> u64 {
         self.slab_bytes + self.chunked_bytes
-    }
-
-    /// In used blocks, bytes.
-    #[must_use]
-    #[inline]
-    pub(crate) fn used_bytes(&self) -> u64 {
-        self.used_bytes
-    }
-
-    /// Asked for by live blocks, bytes.
-    #[must_use]
-    #[inline]
-    pub(crate) fn requested_bytes(&self) -> u64 {
-        self.requested_bytes
     }
 
     /// Largest free block, bytes, whoever may still use it.

@@ -22,9 +22,10 @@ impl Rng {
 
 struct Churn {
     heap: Heap,
-    live: Vec<BlockKey>,
+    live: Vec<(BlockKey, u64)>,
     rng: Rng,
     now: u64,
+    requested: u64,
     peak_requested: u64,
     high: f64,
 }
@@ -36,13 +37,15 @@ impl Churn {
             live: Vec::new(),
             rng: Rng(seed),
             now: 0,
+            requested: 0,
             peak_requested: 0,
             high: high as f64,
         };
         for _ in 0..live {
             let bytes = churn.rng.size(512.0, churn.high);
             let block = alloc(&mut churn.heap, bytes, A);
-            churn.live.push(block);
+            churn.live.push((block, bytes));
+            churn.requested += bytes;
         }
         churn
     }
@@ -50,10 +53,12 @@ impl Churn {
     fn step(&mut self) {
         let at = (self.rng.next() % self.live.len() as u64) as usize;
         self.now += 1;
-        self.heap.free(self.live[at], Uses::one(A), Stamp(self.now)).unwrap();
+        self.heap.free(self.live[at].0, Uses::one(A), Stamp(self.now)).unwrap();
+        self.requested -= self.live[at].1;
         let bytes = self.rng.size(512.0, self.high);
-        self.live[at] = alloc(&mut self.heap, bytes, A);
-        self.peak_requested = self.peak_requested.max(self.heap.requested_bytes());
+        self.live[at] = (alloc(&mut self.heap, bytes, A), bytes);
+        self.requested += bytes;
+        self.peak_requested = self.peak_requested.max(self.requested);
     }
 
     fn ratio(&self) -> f64 {
