@@ -479,6 +479,29 @@ fn a_reader_that_goes_away_is_no_error() {
 }
 
 #[test]
+fn a_verdict_does_not_change_when_nobody_reads_it() {
+    // Too few steps for every kind of event: exit 1, read to the end or not.
+    let words = ["stress", "--steps", "1"];
+    assert_eq!(evergraph(&words).status.code(), Some(1));
+    let mut child = command(&words).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+    drop(child.stdout.take());
+    assert_eq!(child.wait().unwrap().code(), Some(1), "a closed pipe made a failed check pass");
+}
+
+#[test]
+fn a_window_that_predicts_nothing_is_refused() {
+    let (model, text) = (data("gemma3.gguf"), data("ppl_text.txt"));
+    let talk = fails(&["perplexity", "-m", &model, "-f", &text, "-c", "2"], 1);
+    assert!(talk.contains("-c"), "{talk}");
+}
+
+#[test]
+fn a_file_without_end_is_not_read() {
+    let talk = fails(&["info", "-m", "/dev/zero", "--no-mmap"], 1);
+    assert!(talk.contains("not a regular file"), "{talk}");
+}
+
+#[test]
 fn talk_that_nobody_hears_is_no_error() {
     let mut child = command(&["doctor", "--json"])
         .stdout(Stdio::piped())

@@ -39,7 +39,7 @@ impl CudaProbe {
         if self.library.is_none() {
             missing.push("no libcuda.so.1");
         }
-        missing.push("the CUDA back end is not part of this version yet");
+        missing.push("this version has no CUDA kernels yet");
         Some((missing.join("; "), "--device host".to_owned()))
     }
 }

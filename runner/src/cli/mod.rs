@@ -30,7 +30,7 @@ pub use size::{format_size, parse_size};
 use crate::error::Result;
 use output::Output;
 
-/// Runs Gemma and DeepSeek models on a GPU memory pool with generation tokens and a graph cache that can
+/// Runs Gemma models on a GPU memory pool with generation tokens and a graph cache that can
 /// not replay a stale graph.
 #[derive(Debug, Parser)]
 #[command(name = "evergraph", version, max_term_width = 110, arg_required_else_help = true)]
@@ -67,15 +67,15 @@ enum Command {
 impl Command {
     fn run(self) -> Result<()> {
         match self {
-            Self::Demo(flags) => demo::run(&flags, &mut Output::new(flags.json)),
+            Self::Demo(flags) => demo::run(&flags, &mut Output::of_a_verdict(flags.json)),
             Self::Run(flags) => run::run(&flags, &mut Output::new(flags.json)),
             Self::Logits(flags) => logits::run(&flags, &mut Output::new(flags.json)),
             Self::Perplexity(flags) => perplexity::run(&flags, &mut Output::new(flags.json)),
             Self::Info(flags) => info::run(&flags, &mut Output::new(flags.json)),
             Self::Tokenize(flags) => tokenize::run(&flags, &mut Output::new(flags.json)),
             Self::Detokenize(flags) => detokenize::run(&flags, &mut Output::new(flags.json)),
-            Self::Scenario(flags) => scenario::run(&flags, &mut Output::new(flags.json)),
-            Self::Stress(flags) => stress::run(&flags, &mut Output::new(flags.json)),
+            Self::Scenario(flags) => scenario::run(&flags, &mut Output::of_a_verdict(flags.json)),
+            Self::Stress(flags) => stress::run(&flags, &mut Output::of_a_verdict(flags.json)),
             Self::Doctor(flags) => doctor::run(&flags, &mut Output::new(flags.json)),
         }
     }

@@ -10,11 +10,19 @@ use crate::error::{Error, Result};
 #[derive(Debug)]
 pub(super) struct Output {
     json: bool,
+    /// The command's exit status is a verdict: it goes on when nobody reads any more.
+    verdict: bool,
 }
 
 impl Output {
     pub(super) fn new(json: bool) -> Self {
-        Self { json }
+        Self { json, verdict: false }
+    }
+
+    /// For commands whose exit status is a verdict: a reader that closes the pipe must not turn a failed check
+    /// into a success, so the work goes on unheard.
+    pub(super) fn of_a_verdict(json: bool) -> Self {
+        Self { json, verdict: true }
     }
 
     /// Whether the result is one JSON document.
@@ -24,23 +32,26 @@ impl Output {
 
     /// Writes a piece of the result at once. Nothing in JSON mode.
     pub(super) fn text(&mut self, text: impl AsRef<str>) -> Result<()> {
-        if self.json { Ok(()) } else { write(text.as_ref()) }
+        if self.json { Ok(()) } else { self.write(text.as_ref()) }
     }
 
     /// Writes a line of the result. Nothing in JSON mode.
     pub(super) fn line(&mut self, text: impl AsRef<str>) -> Result<()> {
-        if self.json { Ok(()) } else { write(&format!("{}\n", text.as_ref())) }
+        if self.json { Ok(()) } else { self.write(&format!("{}\n", text.as_ref())) }
     }
 
     /// Writes the JSON document. Nothing in text mode.
     pub(super) fn document(&mut self, value: &Value) -> Result<()> {
-        if self.json { write(&format!("{value}\n")) } else { Ok(()) }
+        if self.json { self.write(&format!("{value}\n")) } else { Ok(()) }
     }
-}
 
-fn write(text: &str) -> Result<()> {
-    let mut out = std::io::stdout().lock();
-    out.write_all(text.as_bytes()).and_then(|()| out.flush()).map_err(Error::Output)
+    fn write(&self, text: &str) -> Result<()> {
+        let mut out = std::io::stdout().lock();
+        match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+            Err(error) if self.verdict && error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
+            written => written.map_err(Error::Output),
+        }
+    }
 }
 
 /// Says something to the person who watches. Nobody listening is fine.

@@ -50,6 +50,9 @@ pub(super) fn run(flags: &Flags, out: &mut Output) -> Result<()> {
     let mut config = flags.engine.session(Some(tokens.len().min(model.context)), 512);
     config.logit_rows = ROWS;
     let mut session = Session::new(Arc::clone(&runtime), model, config)?;
+    if session.context() < 3 && tokens.len() > session.context() {
+        return Err(Error::argument("-c", "at least 3: a shorter window predicts nothing", session.context()));
+    }
     let windows = windows(&tokens, session.context(), tokenizer.bos());
 
     let bar = progress(windows.iter().map(|window| window.tokens.len() as u64).sum(), "perplexity");

@@ -56,6 +56,11 @@ impl Bytes {
     /// # Errors
     /// [`Error::Io`] if the file can not be opened or read.
     pub fn read(path: &Path) -> Result<Self> {
+        // A device or a pipe might never end.
+        if !std::fs::metadata(path).map_err(Error::io("can not read", path))?.is_file() {
+            let source = std::io::Error::new(std::io::ErrorKind::InvalidInput, "not a regular file");
+            return Err(Error::Io { what: "can not read", path: path.to_owned(), source });
+        }
         let bytes = std::fs::read(path).map_err(Error::io("can not read", path))?;
         Ok(Self::copy_of(&bytes))
     }

@@ -344,7 +344,7 @@ fn work(
             }
             step += 1;
             found.steps.fetch_add(1, Ordering::Relaxed);
-            if step % ROUND == 0 {
+            if step % ROUND == 0 || until.is_some_and(|until| Instant::now() >= until) {
                 break;
             }
         }
