@@ -491,7 +491,7 @@ fn a_verdict_does_not_change_when_nobody_reads_it() {
 #[test]
 fn a_window_that_predicts_nothing_is_refused() {
     let (model, text) = (data("gemma3.gguf"), data("ppl_text.txt"));
-    let talk = fails(&["perplexity", "-m", &model, "-f", &text, "-c", "2"], 1);
+    let talk = fails(&["perplexity", "-m", &model, "-f", &text, "-c", "2"], 2);
     assert!(talk.contains("-c"), "{talk}");
 }
 
