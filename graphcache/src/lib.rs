@@ -38,7 +38,7 @@
 //!
 //! | what happened to the graph's memory | what a run does | price (300 nodes, NVIDIA H200) |
 //! |---|---|---|
-//! | nothing on any of its devices | lease, fence, one compare a device, launch | 6 ns + the launch (1.8 µs) |
+//! | nothing on any of its devices | lease, fence, one compare a device, launch | 8 to 12 ns + the launch |
 //! | something, but not to this graph's | one walk over its dependencies, launch | about 1 µs |
 //! | its scratch lost its pages (vmm) | pages back under the same addresses | 45 µs a chunk of 2 MiB |
 //! | it moved, same work | capture, read back, exec-update | 184 + 576 + 12 µs |

@@ -16,7 +16,7 @@
 //!
 //! # Cost
 //!
-//! An undisturbed launch pays a store, a fence, one load and compare for each device, and two stores: about 6 ns. No
+//! An undisturbed launch pays a store, a fence, one load and compare for each device, and two stores: 8 to 12 ns. No
 //! lock is taken, nothing is allocated and no foreign code runs while the lease is held. Two fences in all,
 //! one a side; everything else is relaxed but for the clear (release) and the lease read (acquire).
 //!
