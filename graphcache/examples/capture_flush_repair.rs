@@ -1,17 +1,16 @@
 //! Captures a graph, takes its scratch away, and watches how it is repaired.
 //!
-//! `cargo run -p evergraph-graphcache --example capture_flush_repair`
+//! `cargo run -p evergraph-graphcache --example capture_flush_repair [-- --device host|cuda]`
 
 use evergraph_graphcache::{CacheConfig, CacheError, GraphCache, GraphKey, Request};
-use evergraph_pool::driver::DynDriver;
-use evergraph_pool::driver::host::{HostConfig, HostDevice};
+use evergraph_pool::driver::host::HostConfig;
+use evergraph_pool::driver::{DeviceChoice, DynDriver, open};
 use evergraph_pool::{Pool, PoolConfig, PoolMode, Purpose, ScratchPolicy, Stream, Use};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     for mode in [PoolMode::Vmm, PoolMode::Slab] {
-        println!("-- {mode}");
-        let driver: DynDriver = HostDevice::new(HostConfig::default())?;
-        driver.bind()?;
+        let driver: DynDriver = open(DeviceChoice::asked()?, HostConfig::default())?;
+        println!("-- {mode} on {}", driver.info().name);
         let pool = Pool::new(driver.clone(), PoolConfig::new(mode))?;
         let stream = Stream::new(&driver)?;
         let cache = GraphCache::new(CacheConfig::default());

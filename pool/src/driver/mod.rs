@@ -10,12 +10,13 @@
 //! Bodies: [`host`] (a complete device on the CPU) and `cuda` (cudarc's `sys` level, loaded at run
 //! time). [`Faulty`] wraps either, fails the n-th call of a kind and logs every call.
 //!
-//! One driver object is one device. Calls need that device *current* on the calling thread
+//! [`open`] opens the device of a [`DeviceChoice`]. One driver object is one device. Calls need that device *current* on the calling thread
 //! ([`Driver::bind`], `cuCtxSetCurrent`); the host device refuses a call made without it, so that a
 //! missing bind is found without a GPU. Everything is object safe: pools hold an `Arc<dyn Driver>`.
 
 #![allow(unsafe_code)]
 
+mod choice;
 #[cfg(feature = "conformance")]
 pub mod conformance;
 pub mod cuda;
@@ -28,6 +29,7 @@ mod types;
 use std::fmt::Debug;
 use std::sync::Arc;
 
+pub use choice::{DeviceChoice, NoSuchChoice, open};
 pub use error::{DriverError, DriverErrorKind, DriverResult, Fault};
 pub use faulty::{Call, Faulty};
 pub use types::*;
