@@ -75,7 +75,7 @@ fn step(d: &Device) -> Step {
     let mut plan = Plan::new();
     plan.push(GetRows { table: embedding, ids: ids.clone(), out: h.clone(), scale: 8.0 }).unwrap();
     plan.push(RmsNorm::new(h.clone(), norm.clone(), x.clone(), 1e-6)).unwrap();
-    plan.push(MatMul { w: matrix("qkv weight", 3 * width), x, y: qkv.clone() }).unwrap();
+    plan.push(MatMul::new(matrix("qkv weight", 3 * width), x, qkv.clone())).unwrap();
     for (i, cache) in [(1, &k), (2, &v)] {
         if i == 1 {
             plan.push(Rope::neox(part(0), positions.clone(), 1e4, 1.0)).unwrap();
@@ -97,7 +97,7 @@ fn step(d: &Device) -> Step {
     })
     .unwrap();
     plan.push(RmsNorm::add_to(h.clone(), a, norm, 1e-6)).unwrap();
-    plan.push(MatMul { w: matrix("the head", vocabulary), x: h, y: logits.clone() }).unwrap();
+    plan.push(MatMul::new(matrix("the head", vocabulary), h, logits.clone())).unwrap();
     plan.push(evergraph_kernels::ops::ArgMax { x: logits.clone(), out: ids.clone() }).unwrap();
     plan.push(Advance { positions, by: 1 }).unwrap();
     Step { plan, logits, ids }
@@ -132,7 +132,7 @@ fn freed_weights_are_a_fault_that_names_the_op() {
     let d = Device::new();
     let w = d.tensor("w", QuantType::Q8_0, &[4, 32], &[0; 4 * 34]);
     let (x, y) = (d.floats("x", &[1, 32], wave), d.floats("y", &[1, 4], wave));
-    let op = MatMul { w: w.clone(), x, y: y.clone() };
+    let op = MatMul::new(w.clone(), x, y.clone());
     op.launch(&d.kernels, d.stream).unwrap();
     d.read(&y).unwrap();
     d.driver.free(w.ptr()).unwrap();
@@ -154,7 +154,7 @@ fn an_op_that_does_not_fit_makes_no_driver_call() {
     let d = Device::new();
     let (x, y) = (d.floats("x", &[1, 32], wave), d.floats("y", &[1, 5], wave));
     let w = d.tensor("w", QuantType::Q8_0, &[4, 32], &[0; 4 * 34]);
-    assert!(matches!(MatMul { w, x, y }.launch(&d.kernels, d.stream), Err(KernelError::Shape { .. })));
+    assert!(matches!(MatMul::new(w, x, y).launch(&d.kernels, d.stream), Err(KernelError::Shape { .. })));
     assert_eq!(d.driver.fault(), None);
 }
 

@@ -15,6 +15,7 @@ mod moe;
 mod norm;
 mod parallel;
 mod product;
+mod quantize;
 mod rope;
 mod rows;
 mod sample;
@@ -62,14 +63,15 @@ pub(crate) static KERNELS: &[HostKernel] = &[
     kernel("attention_scores", &[P, S, S, P, S, S, D, P, P, S, S, D, D, D, D, D, D, F], unfused::scores),
     kernel("attention_values", &[P, S, S, P, S, S, D, P, S, S, D, D, D, D, D], unfused::values),
     kernel("copy", &[P, D, S, S, P, D, S, S, D, D, D], rows::copy),
-    kernel("expert_matmul", &[P, D, D, D, D, P, D, D, P, S, S, P, S, S], product::expert_matmul),
+    kernel("expert_matmul", &[P, D, D, D, D, P, D, D, P, S, S, P, S, S, P, S, S], product::expert_matmul),
     kernel("expert_sum", &[P, S, S, P, P, P, D, P, S, P, S, D, D, D], moe::expert_sum),
     kernel("fill", &[P, D, D, D], rows::fill),
     kernel("get_rows", &[P, D, D, D, S, P, P, D, S, F], rows::get_rows),
     kernel("glu", &[P, S, S, P, S, S, P, S, S, D, D, D, D, F], elementwise::glu),
     kernel("kv_store", &[P, S, S, P, P, D, D, S, S, D, D, D, D], rows::kv_store),
-    kernel("matmul", &[P, D, D, D, P, D, S, P, S], product::matmul),
+    kernel("matmul", &[P, D, D, D, P, D, S, P, S, P, S], product::matmul),
     kernel("mul", &[P, S, P, S, P, S, D, D], elementwise::mul),
+    kernel("quantize", &[P, S, P, S, P, S, D, D], quantize::quantize),
     kernel("rms_norm", &[P, P, P, P, D, D, D, S, S, S, S, S, S, F, F], norm::rms_norm),
     kernel("rope", &[P, S, S, P, P, S, S, D, D, D, D, D, F, F, P, F, D, F, F], rope::rope),
     kernel("router", &[P, S, P, P, P, D, D, D, D, D, D, D, F], moe::router),

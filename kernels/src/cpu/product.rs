@@ -1,11 +1,13 @@
 //! Matrix products of the host device: how they are cut into tasks.
 
+use std::borrow::Cow;
 use std::cell::RefCell;
 
-use evergraph_pool::driver::Fault;
 use evergraph_pool::driver::host::KernelContext;
+use evergraph_pool::driver::{DevicePtr, Fault};
 use rayon::prelude::*;
 
+use super::quantize::GROUP;
 use super::simd::Level;
 use super::span::{Reader, Rows};
 use super::{dot, gemm, parallel};
@@ -19,9 +21,48 @@ struct Product<'a> {
     row_bytes: usize,
     cols: usize,
     /// A row of `cols` per token.
-    x: Vec<&'a [f32]>,
+    x: Vec<Cow<'a, [f32]>>,
     /// Where in `y` each token's result goes.
     places: Vec<(usize, usize)>,
+}
+
+/// Activations of floats, or integers with their scales.
+enum Inputs {
+    Floats(Rows<f32>),
+    Integers(Rows<i8>, Rows<f32>),
+}
+
+impl Inputs {
+    fn read(
+        ctx: &KernelContext<'_>,
+        x: DevicePtr,
+        scales: Option<DevicePtr>,
+        dims: [usize; 2],
+        cols: usize,
+        strides: [usize; 2],
+        scales_strides: [usize; 2],
+    ) -> Result<Self, Fault> {
+        let Some(scales) = scales else { return Ok(Self::Floats(Rows::read3(ctx, x, dims, cols, strides)?)) };
+        let scales = Rows::read3(ctx, scales, dims, cols / GROUP * 2, scales_strides)?;
+        Ok(Self::Integers(Rows::read3(ctx, x, dims, cols, strides)?, scales))
+    }
+
+    /// Row `(a, b)` as floats.
+    ///
+    /// # Safety
+    /// Nothing writes the row while the slice is used.
+    unsafe fn row<'r>(&self, a: usize, b: usize) -> Cow<'r, [f32]> {
+        match self {
+            // SAFETY: the caller's.
+            Self::Floats(rows) => Cow::Borrowed(unsafe { rows.row(a, b) }),
+            Self::Integers(codes, scales) => {
+                // SAFETY: the caller's.
+                let (codes, scales) = unsafe { (codes.row(a, b), scales.row(a, b)) };
+                let groups = codes.chunks(GROUP).zip(scales.chunks(2));
+                groups.flat_map(|(codes, scale)| codes.iter().map(|&code| f32::from(code) * scale[0])).collect()
+            }
+        }
+    }
 }
 
 thread_local! {
@@ -37,8 +78,9 @@ pub(super) fn matmul(ctx: &KernelContext<'_>) -> Result<(), Fault> {
     let (w, ty, out, cols) = (a.ptr()?, a.ty()?, a.dim()?, a.dim()?);
     let (x, tokens, x_stride) = (a.ptr()?, a.dim()?, a.stride()?);
     let (y, y_stride) = (a.ptr()?, a.stride()?);
+    let (scales, scales_stride) = (a.optional()?, a.stride()?);
     let row_bytes = row_bytes(ctx, ty, cols)?;
-    let x = Rows::<f32>::read(ctx, x, tokens, cols, x_stride)?;
+    let x = Inputs::read(ctx, x, scales, [tokens, 1], cols, [x_stride, 0], [scales_stride, 0])?;
     let y = Rows::<f32>::write(ctx, y, tokens, out, y_stride)?;
     // SAFETY: stream order keeps writers of weights and inputs away; the op checked that the output is apart.
     let (w, x) = unsafe { (ctx.slice::<u8>(w, out * row_bytes)?, (0..tokens).map(|t| x.row(t, 0)).collect()) };
@@ -54,9 +96,10 @@ pub(super) fn expert_matmul(ctx: &KernelContext<'_>) -> Result<(), Fault> {
     let (ids, tokens, used) = (a.ptr()?, a.dim()?, a.dim()?);
     let (x, x_strides) = (a.ptr()?, [a.stride()?, a.stride()?]);
     let (y, y_strides) = (a.ptr()?, [a.stride()?, a.stride()?]);
+    let (scales, scales_strides) = (a.optional()?, [a.stride()?, a.stride()?]);
     let row_bytes = row_bytes(ctx, ty, cols)?;
     let ids = super::span::load::<i32>(ctx, ids, tokens * used)?;
-    let x = Rows::<f32>::read3(ctx, x, [tokens, used], cols, x_strides)?;
+    let x = Inputs::read(ctx, x, scales, [tokens, used], cols, x_strides, scales_strides)?;
     let y = Rows::<f32>::write3(ctx, y, [tokens, used], out, y_strides)?;
     let mut products: Vec<Product<'_>> = Vec::new();
     let mut of_expert = vec![usize::MAX; experts];
@@ -105,10 +148,12 @@ fn run(products: &[Product<'_>], y: &Rows<f32>) {
         // SAFETY: each task writes its own rows of the outputs of its own tokens.
         let out = |&(a, b): &(usize, usize)| unsafe { y.part_mut(a, b, start, rows) };
         let mut out: Vec<&mut [f32]> = product.places.iter().map(out).collect();
-        dot::rows(level, product.ty, w, product.row_bytes, &product.x, &mut out);
+        let x: Vec<&[f32]> = product.x.iter().map(AsRef::as_ref).collect();
+        dot::rows(level, product.ty, w, product.row_bytes, &x, &mut out);
     });
     for product in many {
-        for (x, places) in product.x.chunks(gemm::TOKENS).zip(product.places.chunks(gemm::TOKENS)) {
+        let x: Vec<&[f32]> = product.x.iter().map(AsRef::as_ref).collect();
+        for (x, places) in x.chunks(gemm::TOKENS).zip(product.places.chunks(gemm::TOKENS)) {
             multiply(level, product, x, places, y);
         }
     }

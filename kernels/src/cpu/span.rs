@@ -66,6 +66,7 @@ impl Cell for f32 {}
 impl Cell for i32 {}
 impl Cell for u16 {}
 impl Cell for u8 {}
+impl Cell for i8 {}
 
 /// Rows of `cols` numbers in one or two strided dimensions, checked as one span: mapped, accessible, aligned.
 ///

@@ -58,6 +58,32 @@ impl Check {
         if view.ty().supported() { Ok(()) } else { Err(self.bad_type(role, view, "a supported float or block type")) }
     }
 
+    /// `x` are floats, or 8-bit integers with scales for a weight in blocks. Shapes are the op's business.
+    pub(super) fn activations(
+        &self,
+        w: &TensorView,
+        x: &TensorView,
+        scales: Option<&TensorView>,
+    ) -> Result<(), KernelError> {
+        let Some(scales) = scales else { return self.f32("x", x) };
+        self.ty("x", x, &[QuantType::I8], "I8, as there are scales")?;
+        self.f32("scales", scales)?;
+        if w.ty().block_size() == 1 {
+            return Err(self.bad_type("w", w, "a type of blocks, as activations are quantised"));
+        }
+        self.scale_rows("scales", scales)
+    }
+
+    /// The last two dimensions of `view`, `[in / 32, 2]`, have no gaps.
+    pub(super) fn scale_rows(&self, role: &str, view: &TensorView) -> Result<(), KernelError> {
+        let axis = view.rank().saturating_sub(2);
+        if view.dim(axis) == 1 || view.stride_bytes(axis) == view.cols() * view.ty().type_bytes() {
+            Ok(())
+        } else {
+            Err(self.layout(role, view, "the scales of a row must be contiguous"))
+        }
+    }
+
     /// `view` has no gaps.
     pub(super) fn contiguous(&self, role: &str, view: &TensorView) -> Result<(), KernelError> {
         if view.is_contiguous() { Ok(()) } else { Err(self.layout(role, view, "must be contiguous")) }

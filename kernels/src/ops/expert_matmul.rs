@@ -7,17 +7,34 @@ use crate::KernelError;
 /// `y[t, k] = W[ids[t, k]] x[t]`, or `… x[t, k]` where each slot has its own input (the down projection).
 ///
 /// Merged gate and up weights are one such product with `out = 2 F`; narrow `y` for the two halves.
-/// Only chosen experts' weights are touched. An id outside `0 .. E` is a fault.
+/// Only chosen experts' weights are touched. An id outside `0 .. E` is a fault. Activations are floats, or quantised as
+/// in [`MatMul`](super::MatMul).
 #[derive(Clone, Debug)]
 pub struct ExpertMatMul {
     /// `[E, out, in]`, any supported type; without gaps.
     pub w: TensorView,
-    /// `[T, in]` or `[T, K, in]` F32.
+    /// `[T, in]` or `[T, K, in]`, F32, or I8 with `scales`.
     pub x: TensorView,
+    /// `[T, in / 32, 2]` or `[T, K, in / 32, 2]` F32, those of [`Quantize`](super::Quantize); none for an `x` of floats.
+    pub scales: Option<TensorView>,
     /// `[T, K]` I32, contiguous, in device memory.
     pub ids: TensorView,
     /// `[T, K, out]` F32.
     pub y: TensorView,
+}
+
+impl ExpertMatMul {
+    /// The products with activations of floats.
+    #[must_use]
+    pub fn new(w: TensorView, x: TensorView, ids: TensorView, y: TensorView) -> Self {
+        Self { w, x, scales: None, ids, y }
+    }
+
+    /// The products with quantised activations.
+    #[must_use]
+    pub fn quantized(w: TensorView, q: TensorView, scales: TensorView, ids: TensorView, y: TensorView) -> Self {
+        Self { w, x: q, scales: Some(scales), ids, y }
+    }
 }
 
 impl Op for ExpertMatMul {
@@ -26,7 +43,7 @@ impl Op for ExpertMatMul {
     }
 
     fn reads(&self) -> Vec<&TensorView> {
-        vec![&self.w, &self.x, &self.ids]
+        [Some(&self.w), Some(&self.x), self.scales.as_ref(), Some(&self.ids)].into_iter().flatten().collect()
     }
 
     fn writes(&self) -> Vec<&TensorView> {
@@ -42,14 +59,18 @@ impl Op for ExpertMatMul {
         check.i32("ids", &self.ids)?;
         check.contiguous("ids", &self.ids)?;
         let (tokens, used) = (self.ids.dim(0), self.ids.dim(1));
-        check.f32("x", &self.x)?;
-        if self.x.rank() == 3 {
-            check.shape("x", &self.x, &[tokens, used, self.w.dim(2)])?;
-        } else {
-            check.shape("x", &self.x, &[tokens, self.w.dim(2)])?;
-        }
+        let (cols, groups) = (self.w.dim(2), self.w.dim(2) / 32);
+        check.activations(&self.w, &self.x, self.scales.as_ref())?;
+        let per_slot = self.x.rank() == 3;
+        let shape: &[usize] = if per_slot { &[tokens, used, cols] } else { &[tokens, cols] };
+        check.shape("x", &self.x, shape)?;
         check.f32("y", &self.y)?;
         check.shape("y", &self.y, &[tokens, used, self.w.dim(1)])?;
+        if let Some(scales) = &self.scales {
+            let shape: &[usize] = if per_slot { &[tokens, used, groups, 2] } else { &[tokens, groups, 2] };
+            check.shape("scales", scales, shape)?;
+            check.apart("y", &self.y, &[("scales", scales)])?;
+        }
         check.apart("y", &self.y, &[("w", &self.w), ("x", &self.x), ("ids", &self.ids)])
     }
 
@@ -67,7 +88,13 @@ impl Op for ExpertMatMul {
             .view(&self.x)
             .stride(&self.x, 0);
         // A shared input has stride 0 from slot to slot.
-        let call = if self.x.rank() == 3 { call.stride(&self.x, 1) } else { call.stride(&self.x, 3) };
-        call.view(&self.y).stride(&self.y, 0).stride(&self.y, 1)
+        let slot = if self.x.rank() == 3 { 1 } else { super::MAX_RANK };
+        call.stride(&self.x, slot)
+            .view(&self.y)
+            .stride(&self.y, 0)
+            .stride(&self.y, 1)
+            .optional(self.scales.as_ref())
+            .optional_stride(self.scales.as_ref(), 0)
+            .optional_stride(self.scales.as_ref(), slot)
     }
 }

@@ -4,7 +4,11 @@ use super::check::Check;
 use super::{Call, Op, TensorView};
 use crate::KernelError;
 
-/// `y[t] = W x[t]`, products and sums in `f32` on exactly dequantised weights.
+/// `y[t] = W x[t]`.
+///
+/// With float activations, products and sums are `f32` on exactly dequantised weights. With those of
+/// [`Quantize`](super::Quantize) (`scales` given), the codes of each 32 columns are multiplied and summed as integers,
+/// exactly, and only these sums are scaled and added as `f32`. That is for weights in blocks; floats take floats.
 ///
 /// Each element of `y` is summed in an order that depends on the columns and on whether the launch has
 /// few tokens or many, never on the number of threads.
@@ -12,10 +16,26 @@ use crate::KernelError;
 pub struct MatMul {
     /// `[out, in]`, any supported type; rows without gaps.
     pub w: TensorView,
-    /// `[T, in]` F32.
+    /// `[T, in]`, F32, or I8 with `scales`.
     pub x: TensorView,
+    /// `[T, in / 32, 2]` F32, those of [`Quantize`](super::Quantize); none for an `x` of floats.
+    pub scales: Option<TensorView>,
     /// `[T, out]` F32.
     pub y: TensorView,
+}
+
+impl MatMul {
+    /// The product with activations of floats.
+    #[must_use]
+    pub fn new(w: TensorView, x: TensorView, y: TensorView) -> Self {
+        Self { w, x, scales: None, y }
+    }
+
+    /// The product with quantised activations.
+    #[must_use]
+    pub fn quantized(w: TensorView, q: TensorView, scales: TensorView, y: TensorView) -> Self {
+        Self { w, x: q, scales: Some(scales), y }
+    }
 }
 
 impl Op for MatMul {
@@ -24,7 +44,7 @@ impl Op for MatMul {
     }
 
     fn reads(&self) -> Vec<&TensorView> {
-        vec![&self.w, &self.x]
+        [Some(&self.w), Some(&self.x), self.scales.as_ref()].into_iter().flatten().collect()
     }
 
     fn writes(&self) -> Vec<&TensorView> {
@@ -37,10 +57,14 @@ impl Op for MatMul {
         check.weight("w", &self.w)?;
         check.contiguous("w", &self.w)?;
         check.rank("x", &self.x, &["T", "in"])?;
-        check.f32("x", &self.x)?;
+        check.activations(&self.w, &self.x, self.scales.as_ref())?;
         check.f32("y", &self.y)?;
         check.shape("x", &self.x, &[self.x.dim(0), self.w.dim(1)])?;
         check.shape("y", &self.y, &[self.x.dim(0), self.w.dim(0)])?;
+        if let Some(scales) = &self.scales {
+            check.shape("scales", scales, &[self.x.dim(0), self.w.dim(1) / 32, 2])?;
+            check.apart("y", &self.y, &[("scales", scales)])?;
+        }
         check.apart("y", &self.y, &[("w", &self.w), ("x", &self.x)])
     }
 
@@ -55,5 +79,7 @@ impl Op for MatMul {
             .stride(&self.x, 0)
             .view(&self.y)
             .stride(&self.y, 0)
+            .optional(self.scales.as_ref())
+            .optional_stride(self.scales.as_ref(), 0)
     }
 }

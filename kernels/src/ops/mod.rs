@@ -1,7 +1,8 @@
 //! One typed description per op, tensor views and their roots, and the plan.
 //!
 //! Names in shapes: `T` tokens of the launch, `D` width, `H` heads, `d` head width, `E` experts, `K`
-//! experts used, `V` vocabulary. Shapes are row-major (`[rows, cols]`); activations are `f32`.
+//! experts used, `V` vocabulary. Shapes are row-major (`[rows, cols]`); activations are `f32`, or 8-bit
+//! integers with scales ([`Quantize`]) where a product says so.
 //! Every op wants its last dimension contiguous; leading dimensions may be strided unless said otherwise.
 
 mod check;
@@ -22,6 +23,7 @@ mod get_rows;
 mod glu;
 mod kv_store;
 mod matmul;
+mod quantize;
 mod rms_norm;
 mod rope;
 mod router;
@@ -50,6 +52,7 @@ pub use glu::{Activation, Glu};
 pub use kv_store::KvStore;
 pub use matmul::MatMul;
 pub use plan::{Access, Plan};
+pub use quantize::Quantize;
 pub use rms_norm::RmsNorm;
 pub use rope::{Rope, RopeKind, Yarn};
 pub use router::{Router, Scoring};
@@ -125,6 +128,12 @@ impl Call {
     /// A stride of `view`, in elements (blocks for quantised types are handled by whole rows: bytes).
     fn stride(mut self, view: &TensorView, axis: usize) -> Self {
         self.args.u64(view.stride_bytes(axis) as u64);
+        self
+    }
+
+    /// A stride of a view that may not be there: 0 then.
+    fn optional_stride(mut self, view: Option<&TensorView>, axis: usize) -> Self {
+        self.args.u64(view.map_or(0, |view| view.stride_bytes(axis) as u64));
         self
     }
 

@@ -101,7 +101,7 @@ proptest! {
 }
 
 fn matmul() -> MatMul {
-    MatMul { w: tensor("w", QuantType::Q8_0, &[10, 64]), x: f32s("x", &[3, 64]), y: f32s("y", &[3, 10]) }
+    MatMul::new(tensor("w", QuantType::Q8_0, &[10, 64]), f32s("x", &[3, 64]), f32s("y", &[3, 10]))
 }
 
 #[test]

@@ -126,7 +126,7 @@ fn attention(
     let mut plan = Plan::new();
     plan.push(RmsNorm::new(h.clone(), layer.attn_norm.view.clone(), x.view.clone(), EPS))?;
     for (weight, y) in [(&layer.attn_q, &q), (&layer.attn_k, &k), (&layer.attn_v, &v)] {
-        plan.push(MatMul { w: weight.view.clone(), x: x.view.clone(), y: y.view.clone() })?;
+        plan.push(MatMul::new(weight.view.clone(), x.view.clone(), y.view.clone()))?;
     }
     plan.push(Rope::neox(q_heads.clone(), positions.clone(), ROPE_BASE, 1.0))?;
     plan.push(Rope::neox(k_heads.clone(), positions.clone(), ROPE_BASE, 1.0))?;
@@ -179,7 +179,7 @@ fn attention(
 
     let mut plan = Plan::new();
     let flat = mixed.view.reshape(&[tokens, HEADS * HEAD_WIDTH])?;
-    plan.push(MatMul { w: layer.attn_output.view.clone(), x: flat, y: x.view.clone() })?;
+    plan.push(MatMul::new(layer.attn_output.view.clone(), flat, x.view.clone()))?;
     plan.push(RmsNorm::add_to(h.clone(), x.view.clone(), layer.post_attn_norm.view.clone(), EPS))?;
     bench.launch(&plan)
 }
@@ -195,7 +195,7 @@ fn experts(bench: Bench<'_>, layer: &Layer, h: &TensorView) -> Result<()> {
     let (gate, up) = (gate_up.view.narrow(2, 0, EXPERT_WIDTH)?, gate_up.view.narrow(2, EXPERT_WIDTH, EXPERT_WIDTH)?);
     let mut plan = Plan::new();
     plan.push(RmsNorm::new(h.clone(), layer.ffn_norm.view.clone(), x.view.clone(), EPS))?;
-    plan.push(MatMul { w: layer.router.view.clone(), x: x.view.clone(), y: logits.view.clone() })?;
+    plan.push(MatMul::new(layer.router.view.clone(), x.view.clone(), logits.view.clone()))?;
     plan.push(Router {
         logits: logits.view.clone(),
         bias: None,
@@ -206,19 +206,14 @@ fn experts(bench: Bench<'_>, layer: &Layer, h: &TensorView) -> Result<()> {
         norm: true,
         scale: 1.0,
     })?;
-    plan.push(ExpertMatMul {
-        w: layer.experts_gate_up.view.clone(),
-        x: x.view.clone(),
-        ids: ids.view.clone(),
-        y: gate_up.view.clone(),
-    })?;
+    plan.push(ExpertMatMul::new(
+        layer.experts_gate_up.view.clone(),
+        x.view.clone(),
+        ids.view.clone(),
+        gate_up.view.clone(),
+    ))?;
     plan.push(Glu { gate: gate.clone(), up, out: gate.clone(), activation: Activation::GeluTanh, limit: None })?;
-    plan.push(ExpertMatMul {
-        w: layer.experts_down.view.clone(),
-        x: gate,
-        ids: ids.view.clone(),
-        y: down.view.clone(),
-    })?;
+    plan.push(ExpertMatMul::new(layer.experts_down.view.clone(), gate, ids.view.clone(), down.view.clone()))?;
     plan.push(ExpertSum {
         y: down.view.clone(),
         weights: weights.view.clone(),
@@ -251,7 +246,7 @@ pub(super) fn head(bench: Bench<'_>, model: &Model, controls: &Controls) -> Resu
     let logits = bench.floats("logits", &[1, VOCABULARY])?;
     let mut plan = Plan::new();
     plan.push(RmsNorm::new(controls.hidden.clone(), model.output_norm.view.clone(), x.view.clone(), EPS))?;
-    plan.push(MatMul { w: model.output.view.clone(), x: x.view.clone(), y: logits.view.clone() })?;
+    plan.push(MatMul::new(model.output.view.clone(), x.view.clone(), logits.view.clone()))?;
     plan.push(Sample {
         logits: logits.view.reshape(&[VOCABULARY])?,
         state: controls.sampler.clone(),

@@ -197,7 +197,7 @@ impl AttentionPart {
         let v = fitted(&shared.v, tokens, self.kv_heads * self.value_dim)?;
         let a = fitted(&shared.a, tokens, self.heads * self.value_dim)?;
         for (w, y) in [(&self.q, &q), (&self.k, &k), (&self.v, &v)] {
-            step.push(MatMul { w: w.clone(), x: shared.x.clone(), y: y.clone() })?;
+            step.push(MatMul::new(w.clone(), shared.x.clone(), y.clone()))?;
         }
         let (q, k, v) = (q.heads(self.heads)?, k.heads(self.kv_heads)?, v.heads(self.kv_heads)?);
         for (heads, norm) in [(&q, &self.q_norm), (&k, &self.k_norm)] {
@@ -219,7 +219,7 @@ impl AttentionPart {
             sinks: None,
             ring: cache.ring,
         })?;
-        step.push(MatMul { w: self.output.clone(), x: a, y: shared.y.clone() })
+        step.push(MatMul::new(self.output.clone(), a, shared.y.clone()))
     }
 }
 
@@ -239,15 +239,15 @@ impl FeedForward {
         let up_out = fitted(up_out, tokens, self.hidden())?;
         match self {
             Self::Dense { gate, up, down, activation } => {
-                step.push(MatMul { w: gate.clone(), x: shared.x.clone(), y: gate_out.clone() })?;
-                step.push(MatMul { w: up.clone(), x: shared.x.clone(), y: up_out.clone() })?;
+                step.push(MatMul::new(gate.clone(), shared.x.clone(), gate_out.clone()))?;
+                step.push(MatMul::new(up.clone(), shared.x.clone(), up_out.clone()))?;
                 step.push(glu(&gate_out, &up_out, *activation))?;
-                step.push(MatMul { w: down.clone(), x: gate_out, y: shared.y.clone() })
+                step.push(MatMul::new(down.clone(), gate_out, shared.y.clone()))
             }
             Self::Experts { router, gate, up, down, used, activation } => {
                 let Some(scratch) = shared.ffn.router.clone() else { return Ok(()) };
                 let (gate_out, up_out) = (gate_out.heads(*used)?, up_out.heads(*used)?);
-                step.push(MatMul { w: router.clone(), x: shared.x.clone(), y: scratch.logits.clone() })?;
+                step.push(MatMul::new(router.clone(), shared.x.clone(), scratch.logits.clone()))?;
                 step.push(Router {
                     logits: scratch.logits,
                     bias: None,
@@ -260,11 +260,11 @@ impl FeedForward {
                 })?;
                 for (w, y) in [(gate, &gate_out), (up, &up_out)] {
                     let (w, x, ids) = (w.clone(), shared.x.clone(), scratch.ids.clone());
-                    step.push(ExpertMatMul { w, x, ids, y: y.clone() })?;
+                    step.push(ExpertMatMul::new(w, x, ids, y.clone()))?;
                 }
                 step.push(glu(&gate_out, &up_out, *activation))?;
                 let (ids, y) = (scratch.ids, scratch.y);
-                step.push(ExpertMatMul { w: down.clone(), x: gate_out, ids, y: y.clone() })?;
+                step.push(ExpertMatMul::new(down.clone(), gate_out, ids, y.clone()))?;
                 let (weights, out) = (scratch.weights, shared.y.clone());
                 step.push(ExpertSum { y, weights, expert_scale: None, residual: None, out })
             }

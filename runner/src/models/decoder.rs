@@ -84,7 +84,7 @@ impl Decoder {
     /// # Errors
     /// Those of ops.
     pub fn head(&self, step: &mut Step<'_>, hidden: &TensorView, logits: &TensorView) -> Result<()> {
-        step.push(MatMul { w: self.output.clone(), x: hidden.clone(), y: logits.clone() })?;
+        step.push(MatMul::new(self.output.clone(), hidden.clone(), logits.clone()))?;
         match self.softcap {
             Some(cap) => step.push(Softcap { x: logits.clone(), out: logits.clone(), cap }),
             None => Ok(()),

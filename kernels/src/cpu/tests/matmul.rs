@@ -45,7 +45,7 @@ fn every_type_and_number_of_tokens_agrees_with_the_plain_product() {
                 let (w, exact) = memory.weights(ty, &[rows, cols], &random(1, rows * cols));
                 let x = random(2, tokens * cols);
                 let (x_view, y) = (memory.floats(&[tokens, cols], &x), memory.output(&[tokens, rows]));
-                memory.run(&MatMul { w, x: x_view, y: y.clone() }).unwrap();
+                memory.run(&MatMul::new(w, x_view, y.clone())).unwrap();
                 let scale = exact.iter().fold(0.0f32, |m, v| m.max(v.abs()));
                 let want = reference(&exact, &x, cols);
                 let tolerance = 1e-6 * f64::from(scale.max(1.0)) * (cols as f64).sqrt();
@@ -72,7 +72,7 @@ proptest! {
         let (w, exact) = memory.weights(ty, &[rows, cols], &random(odd as u64, rows * cols));
         let x = random(2, tokens * cols);
         let (x_view, y) = (memory.strided(&[tokens, cols], &x, gap), memory.output(&[tokens, rows]));
-        memory.run(&MatMul { w, x: x_view, y: y.clone() }).unwrap();
+        memory.run(&MatMul::new(w, x_view, y.clone())).unwrap();
         let scale = exact.iter().fold(1.0f64, |m, v| m.max(f64::from(v.abs())));
         close(&read(&y), &reference(&exact, &x, cols), 1e-6 * scale * (cols as f64).sqrt());
     }
@@ -88,7 +88,7 @@ fn views_with_gaps_leave_the_gaps_alone() {
         let x_view = memory.strided(&[tokens, cols], &x, 5);
         let wide = memory.output(&[tokens, 2 * rows + 3]);
         let (y, rest) = (wide.narrow(1, rows, rows).unwrap(), wide.narrow(1, 0, rows).unwrap());
-        memory.run(&MatMul { w, x: x_view, y: y.clone() }).unwrap();
+        memory.run(&MatMul::new(w, x_view, y.clone())).unwrap();
         close(&read(&y), &reference(&exact, &x, cols), 1e-5);
         assert!(read(&rest).iter().all(|v| v.is_nan()), "columns of others were written");
     }
@@ -101,7 +101,7 @@ fn results_do_not_depend_on_threads() {
     let (w, _) = memory.weights(QuantType::Q4_K, &[rows, cols], &random(5, rows * cols));
     for tokens in [1, 3, 600] {
         let (x, y) = (memory.floats(&[tokens, cols], &random(6, tokens * cols)), memory.output(&[tokens, rows]));
-        let op = MatMul { w: w.clone(), x, y: y.clone() };
+        let op = MatMul::new(w.clone(), x, y.clone());
         same_on_any_threads(|| {
             memory.run(&op).unwrap();
             read(&y)
@@ -118,7 +118,7 @@ fn a_token_does_not_notice_the_others_of_its_batch() {
     let mut run = |range: std::ops::Range<usize>| {
         let values = &x[range.start * cols..range.end * cols];
         let (x, y) = (memory.floats(&[range.len(), cols], values), memory.output(&[range.len(), rows]));
-        memory.run(&MatMul { w: w.clone(), x, y: y.clone() }).unwrap();
+        memory.run(&MatMul::new(w.clone(), x, y.clone())).unwrap();
         rows_of(&y)
     };
     let all = run(0..33);
@@ -166,7 +166,7 @@ fn a_weight_that_is_not_there_is_a_fault() {
     let w = TensorView::new(&root, QuantType::Q8_0, &[10, 64]).unwrap();
     for tokens in [1, 9] {
         let (x, y) = (memory.floats(&[tokens, 64], &random(1, tokens * 64)), memory.output(&[tokens, 10]));
-        let fault = memory.run(&MatMul { w: w.clone(), x, y }).unwrap_err();
+        let fault = memory.run(&MatMul::new(w.clone(), x, y)).unwrap_err();
         assert_eq!((fault.address, fault.bytes, fault.write), (DevicePtr(0x10_0000), 680, false));
         assert_eq!(fault.op, "matmul");
     }
@@ -186,7 +186,7 @@ fn experts_are_the_products_that_the_ids_name() {
             let shape: &[usize] = if shared_input { &[tokens, cols] } else { &[tokens, used, cols] };
             let (x_view, y) = (memory.floats(shape, &x), memory.output(&[tokens, used, rows]));
             let ids_view = memory.ints(&[tokens, used], &ids);
-            memory.run(&ExpertMatMul { w, x: x_view, ids: ids_view, y: y.clone() }).unwrap();
+            memory.run(&ExpertMatMul::new(w, x_view, ids_view, y.clone())).unwrap();
             let mut want = Vec::new();
             for (slot, &id) in ids.iter().enumerate() {
                 let row = if shared_input { slot / used } else { slot };
@@ -205,7 +205,7 @@ fn an_expert_that_does_not_exist_is_a_fault() {
         let (w, _) = memory.weights(QuantType::Q8_0, &[4, 8, 32], &random(13, 4 * 8 * 32));
         let (x, ids) = (memory.floats(&[1, 32], &random(14, 32)), memory.ints(&[1, 2], &[0, id]));
         let y = memory.output(&[1, 2, 8]);
-        let fault = memory.run(&ExpertMatMul { w, x, ids, y }).unwrap_err();
+        let fault = memory.run(&ExpertMatMul::new(w, x, ids, y)).unwrap_err();
         assert!(fault.owner.contains("expert id"), "{fault}");
     }
 }
@@ -239,7 +239,7 @@ fn speed() {
             let (w, _) = memory.weights(ty, &[rows, cols], &values);
             let bytes = w.range().len() as f64;
             let (x, y) = (memory.floats(&[1, cols], &random(2, cols)), memory.output(&[1, rows]));
-            let op = MatMul { w: w.clone(), x, y };
+            let op = MatMul::new(w.clone(), x, y);
             let seconds = best(&|| memory.run(&op).unwrap());
             print!("{ty:8} 1 token {:6.2} GB/s", bytes / seconds / 1e9);
             // SAFETY: the tensor's bytes, live in `memory`.
@@ -255,7 +255,7 @@ fn speed() {
             let w = w.narrow(0, 0, 2048).unwrap();
             for tokens in [4, 8, 32, 512] {
                 let x = memory.floats(&[tokens, cols], &random(2, tokens * cols));
-                let op = MatMul { w: w.clone(), x, y: memory.output(&[tokens, 2048]) };
+                let op = MatMul::new(w.clone(), x, memory.output(&[tokens, 2048]));
                 let seconds = best(&|| memory.run(&op).unwrap());
                 print!("  {tokens} tokens {:6.1} GFLOP/s", 2.0 * (tokens * 2048 * cols) as f64 / seconds / 1e9);
             }

@@ -1,0 +1,60 @@
+//! Activations to 8-bit integers.
+
+use evergraph_pool::driver::Fault;
+use evergraph_pool::driver::host::KernelContext;
+
+use super::parallel;
+use super::simd::{Level, per_level};
+use super::span::{Reader, Rows};
+
+/// Columns that share a scale.
+pub(super) const GROUP: usize = crate::ops::Quantize::GROUP;
+
+/// `quantize`.
+pub(super) fn quantize(ctx: &KernelContext<'_>) -> Result<(), Fault> {
+    let mut a = Reader::new(ctx);
+    let (x, x_stride, q, q_stride) = (a.ptr()?, a.stride()?, a.ptr()?, a.stride()?);
+    let (scales, scales_stride, tokens, cols) = (a.ptr()?, a.stride()?, a.dim()?, a.dim()?);
+    let x = Rows::<f32>::read(ctx, x, tokens, cols, x_stride)?;
+    let q = Rows::<i8>::write(ctx, q, tokens, cols, q_stride)?;
+    let scales = Rows::<f32>::write(ctx, scales, tokens, cols / GROUP * 2, scales_stride)?;
+    let level = Level::current();
+    // SAFETY: each row belongs to one task; the op checked that the three are apart.
+    parallel::each(tokens, cols, |t| unsafe { row(level, x.row(t, 0), q.row_mut(t, 0), scales.row_mut(t, 0)) });
+    Ok(())
+}
+
+per_level! {
+    /// One row: `q` as long as `x`, two scales for each [`GROUP`].
+    pub(super) fn row(x: &[f32], q: &mut [i8], scales: &mut [f32]) = row_body
+}
+
+#[inline(always)]
+fn row_body<const L: u8>(x: &[f32], q: &mut [i8], scales: &mut [f32]) {
+    let groups = x.as_chunks::<GROUP>().0.iter().zip(q.as_chunks_mut::<GROUP>().0);
+    for ((x, q), scales) in groups.zip(scales.as_chunks_mut::<2>().0) {
+        let mut lanes = [0.0f32; 8];
+        for x in x.as_chunks::<8>().0 {
+            for l in 0..8 {
+                lanes[l] = greater(x[l].abs(), lanes[l]);
+            }
+        }
+        let d = lanes.iter().fold(0.0f32, |most, &lane| greater(lane, most)) / 127.0;
+        let mut sum = 0i32;
+        for (q, &x) in q.iter_mut().zip(x) {
+            // Adding and taking away 1.5 * 2^23 rounds to the nearest whole number, ties to even. The limits are for
+            // scales so small that they are rounded coarsely; 0 / 0 becomes 0.
+            const ROUND: f32 = 12_582_912.0;
+            let code = (x / d).clamp(-127.0, 127.0) + ROUND - ROUND;
+            *q = code as i8;
+            sum += i32::from(*q);
+        }
+        *scales = [d, d * sum as f32];
+    }
+}
+
+/// The greater one; NaN where there was one, so that the scale shows it.
+#[inline(always)]
+fn greater(a: f32, most: f32) -> f32 {
+    if most < a || a.is_nan() { a } else { most }
+}

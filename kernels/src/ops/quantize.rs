@@ -1,0 +1,69 @@
+//! Activations as 8-bit integers.
+
+use super::check::Check;
+use super::{Call, Op, TensorView};
+use crate::KernelError;
+use crate::quant::QuantType;
+
+/// Activations as 8-bit integers with a scale for each 32 columns.
+///
+/// Of 32 values `x`: `d = max |x| / 127`, `q = round(x / d)` (to nearest, ties to even; all 0 where `d` is 0), and
+/// `scales = (d, d * sum(q))`. Products with weights in blocks then take `q` and `scales`, several of them the same
+/// ones. Values that are not finite give results that are not finite, never a fault.
+#[derive(Clone, Debug)]
+pub struct Quantize {
+    /// `[T, in]` F32; `in` a multiple of 32.
+    pub x: TensorView,
+    /// `[T, in]` I8.
+    pub q: TensorView,
+    /// `[T, in / 32, 2]` F32; rows may be strided, a row has no gaps.
+    pub scales: TensorView,
+}
+
+impl Quantize {
+    /// Columns that share a scale.
+    pub const GROUP: usize = 32;
+}
+
+impl Op for Quantize {
+    fn name(&self) -> &'static str {
+        "quantize"
+    }
+
+    fn reads(&self) -> Vec<&TensorView> {
+        vec![&self.x]
+    }
+
+    fn writes(&self) -> Vec<&TensorView> {
+        vec![&self.q, &self.scales]
+    }
+
+    fn check(&self) -> Result<(), KernelError> {
+        let check = Check(self.name());
+        check.rank("x", &self.x, &["T", "in"])?;
+        check.f32("x", &self.x)?;
+        let (tokens, cols) = (self.x.dim(0), self.x.dim(1));
+        if !cols.is_multiple_of(Self::GROUP) {
+            return Err(check.bad_shape("x", &self.x, "[T, in] with in a multiple of 32".to_owned()));
+        }
+        check.ty("q", &self.q, &[QuantType::I8], "I8")?;
+        check.shape("q", &self.q, &[tokens, cols])?;
+        check.f32("scales", &self.scales)?;
+        check.shape("scales", &self.scales, &[tokens, cols / Self::GROUP, 2])?;
+        check.scale_rows("scales", &self.scales)?;
+        check.apart("q", &self.q, &[("x", &self.x), ("scales", &self.scales)])?;
+        check.apart("scales", &self.scales, &[("x", &self.x)])
+    }
+
+    fn call(&self) -> Call {
+        Call::new(self.x.rows())
+            .view(&self.x)
+            .stride(&self.x, 0)
+            .view(&self.q)
+            .stride(&self.q, 0)
+            .view(&self.scales)
+            .stride(&self.scales, 0)
+            .dim(self.x.dim(0))
+            .dim(self.x.dim(1))
+    }
+}
