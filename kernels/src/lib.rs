@@ -17,6 +17,7 @@
 //! | [`ops`] | one typed description per op, views and their roots, the plan |
 //! | [`quant`] | GGUF block formats: sizes, dequantisation, simple quantisers |
 //! | [`cpu`] | the bodies for the host device |
+//! | [`cuda`] | the kernels for CUDA devices: sources, compiler, disk cache |
 //! | [`probe`] | tiny kernels that show which bytes a graph touches |
 //!
 //! # Cost model
@@ -27,6 +28,7 @@
 //! number of threads.
 
 pub mod cpu;
+pub mod cuda;
 mod error;
 mod module;
 pub mod ops;

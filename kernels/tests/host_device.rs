@@ -162,7 +162,7 @@ fn an_op_that_does_not_fit_makes_no_driver_call() {
 fn every_kernel_loads_and_unloads() {
     let driver: DynDriver = HostDevice::new(HostConfig::default()).unwrap();
     let kernels = Kernels::load(driver.clone()).unwrap();
-    let module = kernels.module();
+    let module = kernels.modules()[0];
     drop(kernels);
     driver.bind().unwrap();
     assert!(driver.module_unload(module).is_err(), "it was unloaded on drop");

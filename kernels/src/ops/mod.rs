@@ -35,7 +35,8 @@ mod tests;
 
 use std::fmt::Debug;
 
-use evergraph_pool::driver::{Args, LaunchConfig, StreamHandle};
+use evergraph_pool::driver::{Args, DeviceInfo, LaunchConfig, StreamHandle};
+use smallvec::{SmallVec, smallvec};
 
 pub use advance::Advance;
 pub use argmax::ArgMax;
@@ -62,7 +63,7 @@ pub use view::{MAX_RANK, Root, TensorView};
 
 use crate::{KernelError, Kernels};
 
-/// A described piece of work: one kernel launch.
+/// A described piece of work.
 pub trait Op: Debug + Send + Sync {
     /// Its name, also that of its kernel.
     fn name(&self) -> &'static str;
@@ -82,16 +83,40 @@ pub trait Op: Debug + Send + Sync {
     /// The launch: grid and packed arguments. Only meaningful for an op that passes [`check`](Self::check).
     fn call(&self) -> Call;
 
+    /// The kernels that do the work on a device, in order. On the host device always one, of the op's name; on others
+    /// an op may choose among kernels by type and shape. Depends on shapes and capacities only, as the grids do.
+    fn launches(&self, device: &DeviceInfo) -> Launches {
+        let _ = device;
+        let call = self.call();
+        smallvec![Launch { kernel: self.name(), config: call.config, args: call.args }]
+    }
+
     /// Checks, then launches on `stream`; a capturing stream records it.
     ///
     /// # Errors
     /// Those of [`check`](Self::check) and the driver's.
     fn launch(&self, kernels: &Kernels, stream: StreamHandle) -> Result<(), KernelError> {
         self.check()?;
-        let call = self.call();
-        kernels.launch(self.name(), &call.config, call.args.as_bytes(), stream)
+        for launch in self.launches(kernels.driver().info()) {
+            kernels.launch(launch.kernel, &launch.config, launch.args.as_bytes(), stream)?;
+        }
+        Ok(())
     }
 }
+
+/// One kernel launch.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Launch {
+    /// The kernel's name.
+    pub kernel: &'static str,
+    /// The launch shape.
+    pub config: LaunchConfig,
+    /// The arguments, in the order of the kernel's parameters.
+    pub args: Args,
+}
+
+/// The launches of an op, in order.
+pub type Launches = SmallVec<[Launch; 2]>;
 
 /// Grid and packed arguments of a launch.
 #[derive(Clone, PartialEq, Eq, Debug)]

@@ -1,0 +1,4 @@
+//! Which kernel, grid and block an op takes on a CUDA device.
+//!
+//! Only ops whose CUDA bodies come in variants (by weight type, by number of tokens) have a file here; the others
+//! launch the kernel of their name with the grid of [`Op::call`](crate::ops::Op::call).

@@ -1,0 +1,28 @@
+//! The sources of the CUDA kernels.
+
+/// One `.cu` file with its place in this crate.
+#[derive(Clone, Copy, Debug)]
+pub struct Source {
+    /// The file's name without `.cu`.
+    pub name: &'static str,
+    /// Its text.
+    pub text: &'static str,
+}
+
+macro_rules! sources {
+    ($($name:literal)*) => {
+        &[$(Source { name: $name, text: include_str!(concat!("../../cuda/", $name, ".cu")) }),*]
+    };
+}
+
+macro_rules! headers {
+    ($($name:literal)*) => {
+        &[$(($name, include_str!(concat!("../../cuda/", $name)))),*]
+    };
+}
+
+/// Every source, one op a file.
+pub const SOURCES: &[Source] = sources![];
+
+/// Every header that they may include, by the name under which they do. Nothing else can be included.
+pub(super) const HEADERS: &[(&str, &str)] = headers![];
