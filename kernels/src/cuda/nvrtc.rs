@@ -143,6 +143,7 @@ impl Nvrtc {
 
     fn open() -> Result<Self, NvrtcError> {
         let names = candidates();
+        preload_builtins(&names);
         // SAFETY: runs the library's initialisers, which are the vendor's.
         let found = names.iter().find_map(|name| Some((name.clone(), unsafe { Library::new(name) }.ok()?)));
         let Some((name, library)) = found else {
@@ -266,6 +267,19 @@ impl Drop for Compilation<'_> {
 
 fn status(call: &'static str, status: c_int) -> Result<(), NvrtcError> {
     if status == 0 { Ok(()) } else { Err(NvrtcError::Call { call, status }) }
+}
+
+/// NVRTC opens its builtins by name when it compiles. A library that was named by its path may lie where the loader does
+/// not look, so its builtins are loaded from beside it; the loader then finds them by name.
+fn preload_builtins(names: &[String]) {
+    static KEPT: OnceLock<Vec<Library>> = OnceLock::new();
+    KEPT.get_or_init(|| {
+        let folders = names.iter().filter_map(|name| Some(PathBuf::from(name).parent()?.to_owned()));
+        let files = folders.filter_map(|folder| std::fs::read_dir(folder).ok()).flatten().filter_map(Result::ok);
+        let builtins = files.filter(|file| file.file_name().to_string_lossy().starts_with("libnvrtc-builtins.so"));
+        // SAFETY: runs the library's initialisers, which are the vendor's.
+        builtins.filter_map(|file| unsafe { Library::new(file.path()) }.ok()).collect()
+    });
 }
 
 /// What to look for, in this order.
