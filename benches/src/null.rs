@@ -9,9 +9,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use evergraph_pool::driver::{
-    CaptureMode, CaptureStatus, DeviceInfo, DeviceOrdinal, DevicePtr, Driver, DriverResult, DynDriver, EventHandle,
-    ExecHandle, Fault, FunctionHandle, GraphHandle, Graphs, HostCallback, HostPtr, LaunchConfig, MemInfo, Memory,
-    ModuleHandle, ModuleImage, Modules, Node, NodeHandle, ParamLayout, PhysHandle, StreamHandle, Streams, UpdateResult,
+    CaptureMode, CaptureStatus, DeviceInfo, DeviceOrdinal, DevicePtr, Driver, DriverResult, DynDriver, Edge,
+    EventHandle, ExecHandle, Fault, FunctionHandle, GraphHandle, Graphs, HostCallback, HostPtr, LaunchConfig, MemInfo,
+    Memory, ModuleHandle, ModuleImage, Modules, Node, NodeHandle, ParamLayout, PhysHandle, StreamHandle, Streams,
+    UpdateResult,
 };
 
 const GRANULARITY: u64 = 2 << 20;
@@ -207,7 +208,7 @@ impl Graphs for NullDriver {
     fn graph_nodes(&self, _: GraphHandle) -> DriverResult<Vec<NodeHandle>> {
         Ok(vec![NodeHandle(1)])
     }
-    fn graph_edges(&self, _: GraphHandle) -> DriverResult<Vec<(NodeHandle, NodeHandle)>> {
+    fn graph_edges(&self, _: GraphHandle) -> DriverResult<Vec<Edge>> {
         Ok(Vec::new())
     }
     fn node(&self, _: NodeHandle) -> DriverResult<Node> {

@@ -129,47 +129,27 @@ impl Shared {
 
     pub(crate) fn resolve_all(&self, ptr: DevicePtr) -> SmallVec<[Resolved; 2]> {
         let state = self.lock();
-        let mut found: SmallVec<[Resolved; 2]> = SmallVec::new();
-        for (heap, books) in state.heaps.iter().enumerate() {
-            for address in [ptr.0, ptr.0.wrapping_sub(1)] {
-                let Some(block) = books.find(address).and_then(|b| books.block(b)) else { continue };
-                let base = DevicePtr(block.base);
-                if block.state == BlockState::Unbacked || found.iter().any(|f| f.base == base) {
-                    continue;
-                }
-                let home = Home { heap, block: block.key };
-                let (token, live) = if block.state == BlockState::Used { owner(&state, home) } else { (None, false) };
-                found.push(Resolved {
-                    token,
-                    base,
-                    offset_bytes: (ptr.0 - block.base) as usize,
-                    bytes: block.bytes as usize,
-                    kind: RangeKind::Pool(Purpose::ALL[heap]),
-                    live,
-                });
-            }
+        resolve(&state, ptr)
+    }
+
+    pub(crate) fn resolve_many(&self, ptrs: &[DevicePtr]) -> Vec<(usize, Resolved)> {
+        let state = self.lock();
+        let mut found = Vec::new();
+        for (index, &ptr) in ptrs.iter().enumerate() {
+            found.extend(resolve(&state, ptr).into_iter().map(|resolved| (index, resolved)));
         }
-        for &(base, index) in state.outside.range(..=(ptr.0, usize::MAX)) {
-            let Some(record) = state.records.get(index) else { continue };
-            if ptr.0 - base > record.bytes {
-                continue;
-            }
-            let kind = match &record.site {
-                Site::Outside(Outside::Foreign { .. }) => RangeKind::Foreign,
-                _ => RangeKind::Host,
-            };
-            found.push(Resolved {
-                token: Some(record.token(Place::outside(index))),
-                base: DevicePtr(base),
-                offset_bytes: (ptr.0 - base) as usize,
-                bytes: record.bytes as usize,
-                kind,
-                live: record.standing == Standing::Live,
-            });
-        }
-        // What the address points into comes before what ends there.
-        found.sort_by_key(|f| f.offset_bytes >= f.bytes);
         found
+    }
+
+    pub(crate) fn address_span(&self) -> Option<(DevicePtr, DevicePtr)> {
+        let state = self.lock();
+        let heaps = state.heaps.iter().flat_map(|heap| heap.segments()).map(|s| (s.base, s.base + s.bytes));
+        let outside = state.outside.iter().filter_map(|&(base, index)| {
+            let record = state.records.get(index)?;
+            Some((base, base + record.bytes))
+        });
+        let (low, high) = heaps.chain(outside).reduce(|a, b| (a.0.min(b.0), a.1.max(b.1)))?;
+        Some((DevicePtr(low), DevicePtr(high)))
     }
 
     // ---- the books
@@ -233,6 +213,54 @@ impl Shared {
 }
 
 /// The token of a used block, and whether a slice still owns it.
+/// What an address may belong to.
+fn resolve(state: &State, ptr: DevicePtr) -> SmallVec<[Resolved; 2]> {
+    let mut found: SmallVec<[Resolved; 2]> = SmallVec::new();
+    for (heap, books) in state.heaps.iter().enumerate() {
+        let inside = books.find(ptr.0);
+        // What ends there matters only if something else begins there, or nothing is there.
+        let begins = inside.is_none_or(|block| books.span(block).is_none_or(|(base, _)| base == ptr.0));
+        let before = if begins { books.find(ptr.0.wrapping_sub(1)) } else { None };
+        for key in inside.into_iter().chain(before) {
+            let Some(block) = books.block(key) else { continue };
+            if block.state == BlockState::Unbacked {
+                continue;
+            }
+            let home = Home { heap, block: block.key };
+            let (token, live) = if block.state == BlockState::Used { owner(state, home) } else { (None, false) };
+            found.push(Resolved {
+                token,
+                base: DevicePtr(block.base),
+                offset_bytes: (ptr.0 - block.base) as usize,
+                bytes: block.bytes as usize,
+                kind: RangeKind::Pool(Purpose::ALL[heap]),
+                live,
+            });
+        }
+    }
+    for &(base, index) in state.outside.range(..=(ptr.0, usize::MAX)) {
+        let Some(record) = state.records.get(index) else { continue };
+        if ptr.0 - base > record.bytes {
+            continue;
+        }
+        let kind = match &record.site {
+            Site::Outside(Outside::Foreign { .. }) => RangeKind::Foreign,
+            _ => RangeKind::Host,
+        };
+        found.push(Resolved {
+            token: Some(record.token(Place::outside(index))),
+            base: DevicePtr(base),
+            offset_bytes: (ptr.0 - base) as usize,
+            bytes: record.bytes as usize,
+            kind,
+            live: record.standing == Standing::Live,
+        });
+    }
+    // What the address points into comes before what ends there.
+    found.sort_by_key(|f| f.offset_bytes >= f.bytes);
+    found
+}
+
 fn owner(state: &State, home: Home) -> (Option<Token>, bool) {
     let info = state.info(home);
     let place = Place::block(home.heap, home.block.index());

@@ -251,6 +251,19 @@ impl Pool {
         self.shared().resolve_all(ptr)
     }
 
+    /// The same for many addresses under one lock, in their order: each hit with the index of its address.
+    #[must_use]
+    pub fn resolve_many(&self, ptrs: &[DevicePtr]) -> Vec<(usize, Resolved)> {
+        self.shared().resolve_many(ptrs)
+    }
+
+    /// Where the pool's memory begins and ends, foreign ranges and host memory included; `None` if it has none. No
+    /// address outside resolves (the end itself may).
+    #[must_use]
+    pub fn address_span(&self) -> Option<(DevicePtr, DevicePtr)> {
+        self.shared().address_span()
+    }
+
     /// Makes memory known that the pool did not issue.
     ///
     /// # Errors

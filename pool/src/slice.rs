@@ -97,6 +97,12 @@ impl<T: Element> DeviceSlice<T> {
         self.raw.ptr
     }
 
+    /// Where the address itself lies, for a launch that wants a pointer to it.
+    #[inline]
+    pub(crate) fn address(&self) -> &u64 {
+        &self.raw.ptr.0
+    }
+
     /// Where element `index` starts; one past the end is allowed.
     #[must_use]
     pub fn ptr_at(&self, index: usize) -> Option<DevicePtr> {

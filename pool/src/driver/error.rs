@@ -92,7 +92,8 @@ pub enum DriverErrorKind {
     },
 }
 
-/// An illegal access: the context is lost.
+/// An illegal access: the context is lost. Hardware does not say where; there the address is null, the owner is the
+/// driver's name of what happened, and the op is one that was in flight, or those that were.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fault {
     /// The address, where known.
@@ -109,6 +110,9 @@ pub struct Fault {
 
 impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.address == DevicePtr::NULL && self.bytes == 0 {
+            return write!(f, "the context died in {}: {}", self.op, self.owner);
+        }
         let access = if self.write { "write" } else { "read" };
         write!(
             f,

@@ -25,7 +25,7 @@ use smallvec::SmallVec;
 
 use super::{
     CaptureMode, CaptureStatus, DeviceInfo, DeviceOrdinal, DevicePtr, Driver, DriverError, DriverErrorKind,
-    DriverResult, EventHandle, ExecHandle, Fault, FunctionHandle, GraphHandle, Graphs, HostCallback, HostPtr,
+    DriverResult, Edge, EventHandle, ExecHandle, Fault, FunctionHandle, GraphHandle, Graphs, HostCallback, HostPtr,
     LaunchConfig, MemInfo, Memory, ModuleHandle, ModuleImage, Modules, Node, NodeHandle, ParamLayout, PhysHandle,
     StreamHandle, Streams, UpdateResult, host,
 };
@@ -294,7 +294,7 @@ words! {
         ModuleImage::Host(kernels) => kernels.len() as u64,
     };
     Vec<NodeHandle>: v => v.len() as u64;
-    Vec<(NodeHandle, NodeHandle)>: v => v.len() as u64;
+    Vec<Edge>: v => v.len() as u64;
     Node: _value => 0;
     Option<Arc<ParamLayout>>: v => v.as_ref().map_or(0, |l| l.params.len() as u64);
 }
@@ -407,7 +407,7 @@ forward! {
         fn capture_status(stream: StreamHandle) -> CaptureStatus;
         fn exchange_capture_mode(mode: CaptureMode) -> CaptureMode;
         fn graph_nodes(graph: GraphHandle) -> Vec<NodeHandle>;
-        fn graph_edges(graph: GraphHandle) -> Vec<(NodeHandle, NodeHandle)>;
+        fn graph_edges(graph: GraphHandle) -> Vec<Edge>;
         fn node(node: NodeHandle) -> Node;
         fn graph_destroy(graph: GraphHandle) -> ();
         fn instantiate(graph: GraphHandle) -> ExecHandle;
@@ -441,6 +441,10 @@ impl<D: Driver + ?Sized> Driver for Faulty<D> {
 
     fn fault(&self) -> Option<Fault> {
         self.inner.fault()
+    }
+
+    fn name_exec(&self, exec: ExecHandle, name: &str) {
+        self.inner.name_exec(exec, name);
     }
 
     fn as_host(&self) -> Option<&host::HostDevice> {

@@ -22,6 +22,7 @@ pub mod conformance;
 pub mod cuda;
 mod error;
 pub mod faulty;
+mod handle_map;
 pub mod host;
 pub(crate) mod host_memory;
 mod types;
@@ -32,6 +33,7 @@ use std::sync::Arc;
 pub use choice::{DeviceChoice, NoSuchChoice, open};
 pub use error::{DriverError, DriverErrorKind, DriverResult, Fault};
 pub use faulty::{Call, Faulty};
+pub use handle_map::{HandleHasher, HandleMap};
 pub use types::*;
 
 /// A device: the four traits and its identity.
@@ -45,6 +47,11 @@ pub trait Driver: Memory + Streams + Graphs + Modules + Debug + Send + Sync {
     /// The sticky fault of this context, if an earlier launch died of one. After that every call fails
     /// with it, as on hardware; this one always answers.
     fn fault(&self) -> Option<Fault>;
+
+    /// Says what an exec is called, for the fault's report should the context die while it runs.
+    fn name_exec(&self, exec: ExecHandle, name: &str) {
+        let _ = (exec, name);
+    }
 
     /// This driver as a host device, where it is one (through adaptors too).
     fn as_host(&self) -> Option<&host::HostDevice> {
@@ -209,8 +216,8 @@ pub trait Graphs {
 
     /// The nodes, in creation order (`cuGraphGetNodes`).
     fn graph_nodes(&self, graph: GraphHandle) -> DriverResult<Vec<NodeHandle>>;
-    /// Edges as (from, to) pairs (`cuGraphGetEdges`).
-    fn graph_edges(&self, graph: GraphHandle) -> DriverResult<Vec<(NodeHandle, NodeHandle)>>;
+    /// What runs after what (`cuGraphGetEdges`).
+    fn graph_edges(&self, graph: GraphHandle) -> DriverResult<Vec<Edge>>;
     /// What a node does, copied out: kernel arguments packed, by the function's layout or from the packed
     /// `extra` form (`cuGraphNodeGetType` and the getter of that type).
     fn node(&self, node: NodeHandle) -> DriverResult<Node>;

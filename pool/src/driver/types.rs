@@ -6,6 +6,7 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 /// A device address. Never an identity: drivers hand the same one out again.
+#[repr(transparent)]
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct DevicePtr(pub u64);
 
@@ -161,7 +162,8 @@ pub struct LaunchConfig {
     pub block: [u32; 3],
     /// Dynamic shared memory a block, bytes.
     pub shared_bytes: u32,
-    /// Whether the kernel may start before the one before it has ended (programmatic dependent launch).
+    /// Whether the kernel may start before the one before it has ended (programmatic dependent launch). A captured
+    /// launch of CUDA shows that at its [`Edge`], not at its node.
     pub programmatic: bool,
     /// Whether all blocks must be resident at once.
     pub cooperative: bool,
@@ -292,12 +294,23 @@ pub enum NodeArgs {
     /// The packed buffer, a copy, with the layout where known.
     Packed {
         /// The bytes.
-        bytes: Vec<u8>,
+        bytes: SmallVec<[u8; 256]>,
         /// The function's layout, if the driver can tell; else every aligned word is a candidate.
         layout: Option<Arc<ParamLayout>>,
     },
     /// Not readable: the graph is opaque.
     Unreadable,
+}
+
+/// An edge of a graph.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct Edge {
+    /// What runs first.
+    pub from: NodeHandle,
+    /// What runs after it.
+    pub to: NodeHandle,
+    /// Whether `to` may start before `from` has ended: a programmatic dependent launch.
+    pub programmatic: bool,
 }
 
 /// One side of a copy node.

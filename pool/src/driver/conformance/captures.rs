@@ -5,7 +5,7 @@ use parking_lot::Mutex;
 use super::rig::{GRANULE, Rig, kind, refused};
 use super::stories;
 use crate::driver::host::HostConfig;
-use crate::driver::{Args, CaptureMode, CaptureStatus, DriverError, DriverErrorKind, Node};
+use crate::driver::{Args, CaptureMode, CaptureStatus, DriverError, DriverErrorKind, Edge, Node};
 
 use CaptureMode::{Global, Relaxed, ThreadLocal};
 
@@ -301,7 +301,7 @@ stories! { in captures as conformance_captures;
         let nodes = driver.graph_nodes(graph).unwrap();
         let mut edges = driver.graph_edges(graph).unwrap();
         edges.sort();
-        let edge = |from: usize, to: usize| (nodes[from], nodes[to]);
+        let edge = |from: usize, to: usize| Edge { from: nodes[from], to: nodes[to], programmatic: false };
         assert_eq!(edges, [edge(0, 1), edge(0, 2), edge(1, 3), edge(2, 3)]);
         let exec = driver.instantiate(graph).unwrap();
         for input in [1, 50] {
@@ -474,7 +474,8 @@ stories! { in captures as conformance_captures;
         rig.driver.graph_destroy(inner).unwrap();
         let nodes = rig.driver.graph_nodes(graph).unwrap();
         let edges = rig.driver.graph_edges(graph).unwrap();
-        assert_eq!(edges, [(nodes[0], nodes[1]), (nodes[1], nodes[2])]);
+        let ends: Vec<_> = edges.iter().map(|edge| (edge.from, edge.to)).collect();
+        assert_eq!(ends, [(nodes[0], nodes[1]), (nodes[1], nodes[2])]);
         let Node::Child(child) = rig.driver.node(nodes[1]).unwrap() else { panic!("a child") };
         assert_eq!(rig.driver.graph_nodes(child).unwrap().len(), 1);
         if rig.tracks_handles() {

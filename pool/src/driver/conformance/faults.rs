@@ -35,7 +35,7 @@ stories! { in faults as conformance_faults;
         driver.bind().unwrap();
         assert_eq!(driver.info().ordinal.0, 0);
         if rig.body.is_cuda() {
-            return; // what needs no context still answers, and the fault has no name
+            return; // what needs no context still answers, and the fault has no address
         }
         assert!(is_fault(driver.begin_capture(stream, CaptureMode::Relaxed)));
         assert!(is_fault(driver.graph_nodes(GraphHandle(1))));
@@ -46,6 +46,39 @@ stories! { in faults as conformance_faults;
         assert_eq!((fault.address, fault.bytes), (DevicePtr(0x10), 16));
         let words = fault.to_string();
         assert!(words.contains("write") && words.contains("fill") && words.contains("0x10"), "{words}");
+    }
+
+    /// The fault names what was in flight, and neither what was known to be complete nor what was only recorded.
+    fn a_fault_names_what_was_in_flight(rig) {
+        let (stream, other) = (rig.stream(), rig.stream());
+        let ptr = rig.words(4, 0);
+        rig.add(ptr, ptr, 4, 1, stream);
+        rig.wait(stream);
+        let event = rig.event();
+        rig.launch("step", Args::new().ptr(ptr), stream);
+        rig.driver.event_record(event, stream).unwrap();
+        rig.driver.event_synchronize(event).unwrap();
+        let graph = rig.capture(other, || rig.launch("peek", Args::new().ptr(ptr).u32(4), other));
+        rig.fill(DevicePtr(0x10), 4, 1, stream);
+        rig.expect_fault(stream, "fill", "never allocated");
+        assert_eq!(rig.driver.fault().unwrap().op, "fill");
+        // Destroyed or not: the context is dead.
+        let _ = rig.driver.graph_destroy(graph);
+    }
+
+    /// A graph that was given a name is named.
+    fn a_fault_in_a_graph_names_the_graph(rig) {
+        let stream = rig.stream();
+        let exec = rig.exec(stream, || rig.fill(DevicePtr(0x10), 4, 1, stream));
+        rig.driver.name_exec(exec, "of 7 layers");
+        rig.driver.launch(exec, stream).unwrap();
+        let fault = match kind(rig.driver.stream_synchronize(stream)) {
+            DriverErrorKind::Fault(fault) => fault,
+            other => panic!("a fault, found {other}"),
+        };
+        assert!(fault.op.contains("graph of 7 layers"), "{fault}");
+        assert!(rig.body.is_cuda() || fault.op.contains("fill"), "{fault}");
+        assert_eq!(rig.driver.fault(), Some(fault));
     }
 
     /// Work queued behind the fault does not run; what ran before stays.

@@ -36,7 +36,7 @@ stories! { in graphs as conformance_graphs;
         assert_eq!(*config, LaunchConfig::linear(1, 1));
         let mut expected = Args::new();
         expected.ptr(b).ptr(a).u32(4).u32(0xABCD);
-        assert_eq!(bytes, expected.as_bytes());
+        assert_eq!(bytes.as_slice(), expected.as_bytes());
         let found: Vec<(u32, u32)> = layout.params.iter().map(|p| (p.offset, p.bytes)).collect();
         assert_eq!(found, [(0, 8), (8, 8), (16, 4), (20, 4)]);
         let side = |ptr: DevicePtr| CopySide::Device(ptr);
@@ -47,7 +47,37 @@ stories! { in graphs as conformance_graphs;
         assert!(matches!(&read[4], Node::Set { dst, bytes: 12 } if *dst == b));
         assert!(matches!(&read[5], Node::Host));
         let edges = rig.driver.graph_edges(graph).unwrap();
-        assert_eq!(edges, nodes.windows(2).map(|pair| (pair[0], pair[1])).collect::<Vec<_>>());
+        let ends: Vec<_> = edges.iter().map(|edge| (edge.from, edge.to)).collect();
+        assert_eq!(ends, nodes.windows(2).map(|pair| (pair[0], pair[1])).collect::<Vec<_>>());
+    }
+
+    /// A cooperative launch reads back as one; a programmatic one does, at its node or at its edge.
+    fn launch_attributes_can_be_read_back(rig) {
+        let stream = rig.stream();
+        let ptr = rig.words(1, 0);
+        let plain = LaunchConfig::linear(1, 1);
+        let args = { let mut args = Args::new(); args.ptr(ptr); args };
+        let launch = |config: LaunchConfig| {
+            // SAFETY: `step` takes a pointer to a live word.
+            unsafe { rig.driver.launch_kernel(rig.function("step"), &config, args.as_bytes(), stream).unwrap() };
+        };
+        let graph = rig.capture(stream, || {
+            launch(plain);
+            launch(LaunchConfig { cooperative: true, ..plain });
+            launch(plain);
+            launch(LaunchConfig { programmatic: true, ..plain });
+        });
+        let nodes = rig.driver.graph_nodes(graph).unwrap();
+        let edges = rig.driver.graph_edges(graph).unwrap();
+        let read: Vec<(bool, bool)> = nodes.iter().map(|&node| {
+            let Node::Kernel { config, .. } = rig.driver.node(node).unwrap() else { panic!("a kernel") };
+            let early = edges.iter().any(|edge| edge.to == node && edge.programmatic);
+            (config.cooperative, config.programmatic || early)
+        }).collect();
+        assert_eq!(read, [(false, false), (true, false), (false, false), (false, true)]);
+        let exec = rig.driver.instantiate(graph).unwrap();
+        rig.replay(exec, stream);
+        assert_eq!(rig.read(ptr, 1), [4]);
     }
 
     /// A structure by value and a padded parameter lie where C puts them, in the launch and in the node.
@@ -61,7 +91,7 @@ stories! { in graphs as conformance_graphs;
         let Node::Kernel { args: NodeArgs::Packed { bytes, layout: Some(layout) }, .. } = read else {
             panic!("a kernel, found {read:?}")
         };
-        assert_eq!(bytes, args.as_bytes());
+        assert_eq!(bytes.as_slice(), args.as_bytes());
         let found: Vec<(u32, u32)> = layout.params.iter().map(|p| (p.offset, p.bytes)).collect();
         assert_eq!(found, [(0, 16), (16, 1), (24, 8)]);
         let exec = rig.driver.instantiate(graph).unwrap();

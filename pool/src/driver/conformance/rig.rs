@@ -293,8 +293,10 @@ impl Rig {
     pub fn expect_fault(&self, stream: StreamHandle, op: &str, owner: &str) {
         let error = self.driver.stream_synchronize(stream).unwrap_err();
         let DriverErrorKind::Fault(fault) = &error.kind else { panic!("expected a fault, found {error}") };
-        // Hardware reports that there was a fault, not whose.
-        if !self.body.is_cuda() {
+        if self.body.is_cuda() {
+            // Hardware reports that there was a fault; what was in flight is known, of a graph no more than that.
+            assert!(fault.op.contains(op) || fault.op.contains("graph"), "expected {op:?} in {fault}");
+        } else {
             assert_eq!(fault.op, op, "{fault}");
             assert!(fault.owner.contains(owner), "expected {owner:?} in {fault}");
         }

@@ -18,6 +18,19 @@ fn name(status: sys::CUresult) -> String {
     unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
 }
 
+/// What killed the context.
+fn died_of(code: u32) -> &'static str {
+    match code {
+        700 | 721 => "illegal address",
+        714 => "hardware stack error",
+        715 => "illegal instruction",
+        716 => "misaligned address",
+        717 => "address of another space",
+        718 => "invalid program counter",
+        _ => "launch failure",
+    }
+}
+
 /// What a status means.
 fn kind(call: &str, code: u32, name: impl FnOnce() -> String) -> Kind {
     match code {
@@ -36,7 +49,7 @@ fn kind(call: &str, code: u32, name: impl FnOnce() -> String) -> Kind {
             bytes: 0,
             write: false,
             op: "unknown".to_owned(),
-            owner: name(),
+            owner: format!("{} ({})", died_of(code), name()),
         }),
         705 | 217 => Kind::PeerAccess,
         712 => Kind::InvalidValue("host memory that is registered already"),
@@ -73,7 +86,7 @@ mod tests {
         assert_eq!(of(901), Kind::CaptureInvalidated);
         assert_eq!(of(904), Kind::CaptureUnjoined);
         assert_eq!(of(907), Kind::CapturedEvent);
-        assert!(matches!(of(700), Kind::Fault(Fault { owner, .. }) if owner == "NAME"));
+        assert!(matches!(of(700), Kind::Fault(Fault { owner, .. }) if owner == "illegal address (NAME)"));
         assert_eq!(of(600), Kind::Other { code: 600, name: "NAME".to_owned() });
     }
 }

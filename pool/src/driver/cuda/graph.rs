@@ -5,11 +5,15 @@ use std::mem::MaybeUninit;
 
 use cudarc::driver::sys;
 
+use smallvec::SmallVec;
+
+use super::flight::Note;
 use super::stream::raw_stream;
 use super::{CudaDevice, cuda};
 use crate::driver::{
-    CaptureMode, CaptureStatus, CopySide, DevicePtr, DriverErrorKind as Kind, DriverResult, EventHandle, ExecHandle,
-    FunctionHandle, GraphHandle, Graphs, LaunchConfig, Modules, Node, NodeArgs, NodeHandle, StreamHandle, UpdateResult,
+    CaptureMode, CaptureStatus, CopySide, DevicePtr, DriverErrorKind as Kind, DriverResult, Edge, EventHandle,
+    ExecHandle, FunctionHandle, GraphHandle, Graphs, LaunchConfig, Modules, Node, NodeArgs, NodeHandle, StreamHandle,
+    UpdateResult,
 };
 
 /// Words of the packed form (`extra`).
@@ -65,10 +69,9 @@ impl CudaDevice {
             grid: [params.gridDimX, params.gridDimY, params.gridDimZ],
             block: [params.blockDimX, params.blockDimY, params.blockDimZ],
             shared_bytes: params.sharedMemBytes,
-            // Not part of what a scan needs: an update that changes either is refused by the driver itself (a cooperative
-            // launch as an attribute, a programmatic one as an edge of another kind).
+            // An edge's matter: see `graph_edges`.
             programmatic: false,
-            cooperative: false,
+            cooperative: self.is_cooperative(call, node)?,
         };
         let args = if params.extra.is_null() {
             self.args_by_layout(function, params.kernelParams)?
@@ -79,9 +82,17 @@ impl CudaDevice {
         Ok(Node::Kernel { function, config, args })
     }
 
+    fn is_cooperative(&self, call: &'static str, node: sys::CUgraphNode) -> DriverResult<bool> {
+        let mut value = MaybeUninit::<sys::CUlaunchAttributeValue>::zeroed();
+        let which = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
+        cuda!(self, call, cuGraphKernelNodeGetAttribute(node, which, value.as_mut_ptr()))?;
+        // SAFETY: all zero is a valid value of this plain union, and the driver filled this field of it.
+        Ok(unsafe { value.assume_init().cooperative } != 0)
+    }
+
     fn args_by_layout(&self, function: FunctionHandle, params: *mut *mut c_void) -> DriverResult<NodeArgs> {
         let Some(layout) = self.param_layout(function)? else { return Ok(NodeArgs::Unreadable) };
-        let mut bytes = vec![0; layout.packed_bytes()];
+        let mut bytes: SmallVec<[u8; 256]> = SmallVec::from_elem(0, layout.packed_bytes());
         if params.is_null() && !layout.params.is_empty() {
             return Ok(NodeArgs::Unreadable);
         }
@@ -146,8 +157,8 @@ unsafe fn args_from_extra(extra: *mut *mut c_void) -> NodeArgs {
     match (buffer, size) {
         (Some(buffer), Some(size)) => {
             // SAFETY: the node's own buffer, of the size that stands beside it; copied out.
-            let bytes = unsafe { std::slice::from_raw_parts(buffer, *size) }.to_vec();
-            NodeArgs::Packed { bytes, layout: None }
+            let bytes = unsafe { std::slice::from_raw_parts(buffer, *size) };
+            NodeArgs::Packed { bytes: bytes.into(), layout: None }
         }
         _ => NodeArgs::Unreadable,
     }
@@ -155,13 +166,17 @@ unsafe fn args_from_extra(extra: *mut *mut c_void) -> NodeArgs {
 
 impl Graphs for CudaDevice {
     fn begin_capture(&self, stream: StreamHandle, mode: CaptureMode) -> DriverResult<()> {
-        cuda!(self, "begin_capture", cuStreamBeginCapture_v2(raw_stream(stream), raw_mode(mode)))
+        cuda!(self, "begin_capture", cuStreamBeginCapture_v2(raw_stream(stream), raw_mode(mode)))?;
+        self.flight.note(Note::CaptureBegun, 0, stream);
+        Ok(())
     }
 
     fn end_capture(&self, stream: StreamHandle) -> DriverResult<GraphHandle> {
         const CALL: &str = "end_capture";
         let mut graph: sys::CUgraph = std::ptr::null_mut();
-        cuda!(self, CALL, cuStreamEndCapture(raw_stream(stream), &raw mut graph))?;
+        let ended = cuda!(self, CALL, cuStreamEndCapture(raw_stream(stream), &raw mut graph));
+        self.flight.note(Note::CaptureEnded, 0, stream);
+        ended?;
         if graph.is_null() {
             return Err(self.err(CALL, Kind::CaptureInvalidated));
         }
@@ -225,7 +240,7 @@ impl Graphs for CudaDevice {
         Ok(nodes.into_iter().map(node_handle).collect())
     }
 
-    fn graph_edges(&self, graph: GraphHandle) -> DriverResult<Vec<(NodeHandle, NodeHandle)>> {
+    fn graph_edges(&self, graph: GraphHandle) -> DriverResult<Vec<Edge>> {
         const CALL: &str = "graph_edges";
         let null = std::ptr::null_mut::<sys::CUgraphNode>();
         let mut count = 0;
@@ -242,8 +257,13 @@ impl Graphs for CudaDevice {
             CALL,
             cuGraphGetEdges_v2(raw_graph(graph), from.as_mut_ptr(), to.as_mut_ptr(), data.as_mut_ptr(), &raw mut count)
         )?;
-        let ends = from.into_iter().map(node_handle).zip(to.into_iter().map(node_handle));
-        Ok(ends.take(count).collect())
+        let programmatic = sys::CUgraphDependencyType::CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC as u8;
+        let edges = from.into_iter().zip(to).zip(data).take(count).map(|((from, to), data)| Edge {
+            from: node_handle(from),
+            to: node_handle(to),
+            programmatic: data.type_ == programmatic,
+        });
+        Ok(edges.collect())
     }
 
     fn node(&self, node: NodeHandle) -> DriverResult<Node> {
@@ -290,7 +310,10 @@ impl Graphs for CudaDevice {
     fn instantiate(&self, graph: GraphHandle) -> DriverResult<ExecHandle> {
         let mut exec: sys::CUgraphExec = std::ptr::null_mut();
         cuda!(self, "instantiate", cuGraphInstantiateWithFlags(&raw mut exec, raw_graph(graph), 0))?;
-        Ok(ExecHandle(exec.expose_provenance() as u64))
+        let exec = ExecHandle(exec.expose_provenance() as u64);
+        // The handle may have been another's.
+        self.names.lock().remove(&exec.0);
+        Ok(exec)
     }
 
     fn exec_update(&self, exec: ExecHandle, graph: GraphHandle) -> DriverResult<UpdateResult> {
@@ -318,7 +341,8 @@ impl Graphs for CudaDevice {
     }
 
     fn launch(&self, exec: ExecHandle, stream: StreamHandle) -> DriverResult<()> {
-        cuda!(self, "launch", cuGraphLaunch(raw_exec(exec), raw_stream(stream)))
+        let call = || cuda!(self, "launch", cuGraphLaunch(raw_exec(exec), raw_stream(stream)));
+        self.queue(Note::Graph, exec.0, stream, call)
     }
 
     fn exec_destroy(&self, exec: ExecHandle) -> DriverResult<()> {

@@ -6,6 +6,9 @@
 //! stories do not make (event, external semaphore, batched memory operation and conditional nodes, of which the last
 //! three are reported as unknown).
 //!
+//! A fault is reported by some later call, and by every call after that, with the name of the op or graph that was in
+//! flight where that is only one, else with those that were.
+//!
 //! What hardware does not check, callers must not rely on: dead handles are undefined behaviour, accesses are checked by
 //! page, a call that names a live object works without its device being current. The host device checks all of it.
 //!
@@ -16,20 +19,23 @@
 //! cudarc's own `DriverError` is not used: formatting it calls the driver.
 
 mod error;
+mod flight;
 mod graph;
+pub mod interop;
 mod memory;
 mod module;
 mod stream;
 
-use std::collections::HashMap;
 use std::sync::Arc;
 
 use cudarc::driver::sys;
 use parking_lot::Mutex;
 
 use super::{
-    DeviceInfo, DeviceOrdinal, Driver, DriverError, DriverErrorKind, DriverResult, Fault, FunctionHandle, ParamLayout,
+    DeviceInfo, DeviceOrdinal, Driver, DriverError, DriverErrorKind, DriverResult, ExecHandle, Fault, FunctionHandle,
+    HandleMap, ParamLayout, StreamHandle,
 };
+use flight::{Flight, Note, Suspect};
 
 /// Calls a driver function and turns its status into a result.
 macro_rules! cuda {
@@ -104,6 +110,7 @@ const REQUIRED: &[&str] = &[
     "cuGraphGetEdges_v2",
     "cuGraphNodeGetType",
     "cuGraphKernelNodeGetParams_v2",
+    "cuGraphKernelNodeGetAttribute",
     "cuGraphMemcpyNodeGetParams",
     "cuGraphMemsetNodeGetParams",
     "cuGraphChildGraphNodeGetGraph",
@@ -133,7 +140,10 @@ pub struct CudaDevice {
     /// Primary contexts of peers, retained on first use.
     peers: Mutex<Vec<(sys::CUdevice, Context)>>,
     /// Layouts by function; emptied when a module goes, since handles come back.
-    layouts: Mutex<HashMap<FunctionHandle, Option<Arc<ParamLayout>>>>,
+    layouts: Mutex<HandleMap<FunctionHandle, Option<Arc<ParamLayout>>>>,
+    /// What functions and execs are called, for faults.
+    names: Mutex<HandleMap<u64, String>>,
+    flight: Flight,
     fault: Mutex<Option<Fault>>,
 }
 
@@ -226,6 +236,8 @@ impl CudaDevice {
             context: Context(context),
             peers: Mutex::default(),
             layouts: Mutex::default(),
+            names: Mutex::default(),
+            flight: Flight::default(),
             fault: Mutex::default(),
         }))
     }
@@ -235,11 +247,52 @@ impl CudaDevice {
     }
 
     fn check(&self, call: &'static str, status: sys::CUresult) -> DriverResult<()> {
-        let result = error::check(call, self.info.ordinal, status);
-        if let Err(DriverError { kind: DriverErrorKind::Fault(fault), .. }) = &result {
-            self.fault.lock().get_or_insert_with(|| fault.clone());
+        let mut result = error::check(call, self.info.ordinal, status);
+        if let Err(DriverError { kind: DriverErrorKind::Fault(fault), .. }) = &mut result {
+            // The first call that reports it names it; later ones repeat that.
+            let mut known = self.fault.lock();
+            *fault = known.get_or_insert_with(|| self.named(fault)).clone();
         }
         result
+    }
+
+    /// A fault that was just reported, with what can have made it.
+    #[cold]
+    fn named(&self, fault: &Fault) -> Fault {
+        let (suspects, more) = self.flight.suspects();
+        let names = self.names.lock();
+        let name = |suspect: &Suspect| {
+            let known = names.get(&suspect.value);
+            match suspect.note {
+                Note::Graph => known.map_or("an unnamed graph".to_owned(), |name| format!("graph {name}")),
+                Note::Copy => format!("memcpy to {:#x}", suspect.value),
+                Note::Set => format!("memset at {:#x}", suspect.value),
+                Note::Host => "host function".to_owned(),
+                _ => known.map_or("an unnamed kernel".to_owned(), Clone::clone),
+            }
+        };
+        let fault = Fault { op: flight::in_words(&suspects, more, name), ..fault.clone() };
+        tracing::error!(device = %self.info.ordinal, %fault, "a context died");
+        fault
+    }
+
+    /// Makes a call that queues work, and notes it.
+    #[inline]
+    fn queue(
+        &self,
+        note: Note,
+        value: u64,
+        stream: StreamHandle,
+        call: impl FnOnce() -> DriverResult<()>,
+    ) -> DriverResult<()> {
+        if self.flight.blocking {
+            self.flight.note(Note::AllDone, 0, stream);
+            self.flight.note(note, value, stream);
+            return call();
+        }
+        call()?;
+        self.flight.note(note, value, stream);
+        Ok(())
     }
 
     /// The primary context of a device of this process.
@@ -281,6 +334,10 @@ impl Driver for CudaDevice {
 
     fn fault(&self) -> Option<Fault> {
         self.fault.lock().clone()
+    }
+
+    fn name_exec(&self, exec: ExecHandle, name: &str) {
+        self.names.lock().insert(exec.0, name.to_owned());
     }
 }
 

@@ -6,6 +6,9 @@ use std::sync::Arc;
 
 use cudarc::driver::sys;
 
+use smallvec::SmallVec;
+
+use super::flight::Note;
 use super::stream::raw_stream;
 use super::{CudaDevice, cuda};
 use crate::driver::{
@@ -78,10 +81,13 @@ impl Modules for CudaDevice {
 
     fn function(&self, module: ModuleHandle, name: &str) -> DriverResult<FunctionHandle> {
         const CALL: &str = "function";
+        let text = name;
         let name = CString::new(name).map_err(|_| self.err(CALL, Kind::NotFound))?;
         let mut function: sys::CUfunction = std::ptr::null_mut();
         cuda!(self, CALL, cuModuleGetFunction(&raw mut function, raw_module(module), name.as_ptr()))?;
-        Ok(FunctionHandle(function.expose_provenance() as u64))
+        let function = FunctionHandle(function.expose_provenance() as u64);
+        self.names.lock().insert(function.0, text.to_owned());
+        Ok(function)
     }
 
     fn param_layout(&self, function: FunctionHandle) -> DriverResult<Option<Arc<ParamLayout>>> {
@@ -132,7 +138,7 @@ impl Modules for CudaDevice {
             attrs: attributes.as_mut_ptr().cast(),
             numAttrs: count as u32,
         };
-        let function = raw_function(function);
+        let (handle, function) = (function, raw_function(function));
         let none = std::ptr::null_mut();
         let Some(layout) = layout else {
             // Without a layout the driver takes the packed buffer as it is (not for cooperative launches).
@@ -144,10 +150,14 @@ impl Modules for CudaDevice {
                 (&raw mut size).cast(),
                 std::ptr::without_provenance_mut(END),
             ];
-            return cuda!(self, CALL, cuLaunchKernelEx(&raw const launch, function, none, extra.as_mut_ptr()));
+            let extra = extra.as_mut_ptr();
+            let call = || cuda!(self, CALL, cuLaunchKernelEx(&raw const launch, function, none, extra));
+            return self.queue(Note::Kernel, handle.0, stream, call);
         };
         let at = |param: &Param| args[param.offset as usize..].as_ptr().cast_mut().cast::<c_void>();
-        let mut params: Vec<*mut c_void> = layout.params.iter().map(at).collect();
-        cuda!(self, CALL, cuLaunchKernelEx(&raw const launch, function, params.as_mut_ptr(), none.cast()))
+        let mut params: SmallVec<[*mut c_void; 24]> = layout.params.iter().map(at).collect();
+        let params = params.as_mut_ptr();
+        let call = || cuda!(self, CALL, cuLaunchKernelEx(&raw const launch, function, params, none.cast()));
+        self.queue(Note::Kernel, handle.0, stream, call)
     }
 }

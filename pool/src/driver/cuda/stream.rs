@@ -5,6 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use cudarc::driver::sys;
 
+use super::flight::Note;
 use super::{CudaDevice, cuda};
 use crate::driver::{
     CaptureStatus, DeviceOrdinal, DevicePtr, DriverErrorKind as Kind, DriverResult, EventHandle, HostCallback,
@@ -127,19 +128,28 @@ impl Streams for CudaDevice {
     }
 
     fn stream_synchronize(&self, stream: StreamHandle) -> DriverResult<()> {
-        cuda!(self, "stream_synchronize", cuStreamSynchronize(raw_stream(stream)))
+        cuda!(self, "stream_synchronize", cuStreamSynchronize(raw_stream(stream)))?;
+        self.flight.note(Note::StreamDone, 0, stream);
+        Ok(())
     }
 
     fn stream_query(&self, stream: StreamHandle) -> DriverResult<bool> {
-        ready(cuda!(self, "stream_query", cuStreamQuery(raw_stream(stream))))
+        let done = ready(cuda!(self, "stream_query", cuStreamQuery(raw_stream(stream))))?;
+        if done {
+            self.flight.note(Note::StreamDone, 0, stream);
+        }
+        Ok(done)
     }
 
     fn stream_wait_event(&self, stream: StreamHandle, event: EventHandle) -> DriverResult<()> {
-        cuda!(self, "stream_wait_event", cuStreamWaitEvent(raw_stream(stream), raw_event(event), 0))
+        let call = || cuda!(self, "stream_wait_event", cuStreamWaitEvent(raw_stream(stream), raw_event(event), 0));
+        self.queue(Note::Awaits, event.0, stream, call)
     }
 
     fn synchronize(&self) -> DriverResult<()> {
-        cuda!(self, "synchronize", cuCtxSynchronize())
+        cuda!(self, "synchronize", cuCtxSynchronize())?;
+        self.flight.note(Note::AllDone, 0, StreamHandle(0));
+        Ok(())
     }
 
     fn event_create(&self, timing: bool) -> DriverResult<EventHandle> {
@@ -154,15 +164,22 @@ impl Streams for CudaDevice {
     }
 
     fn event_record(&self, event: EventHandle, stream: StreamHandle) -> DriverResult<()> {
-        cuda!(self, "event_record", cuEventRecord(raw_event(event), raw_stream(stream)))
+        let call = || cuda!(self, "event_record", cuEventRecord(raw_event(event), raw_stream(stream)));
+        self.queue(Note::Recorded, event.0, stream, call)
     }
 
     fn event_query(&self, event: EventHandle) -> DriverResult<bool> {
-        ready(cuda!(self, "event_query", cuEventQuery(raw_event(event))))
+        let done = ready(cuda!(self, "event_query", cuEventQuery(raw_event(event))))?;
+        if done {
+            self.flight.note(Note::EventDone, event.0, StreamHandle(0));
+        }
+        Ok(done)
     }
 
     fn event_synchronize(&self, event: EventHandle) -> DriverResult<()> {
-        cuda!(self, "event_synchronize", cuEventSynchronize(raw_event(event)))
+        cuda!(self, "event_synchronize", cuEventSynchronize(raw_event(event)))?;
+        self.flight.note(Note::EventDone, event.0, StreamHandle(0));
+        Ok(())
     }
 
     fn event_elapsed_ms(&self, start: EventHandle, end: EventHandle) -> DriverResult<f32> {
@@ -178,15 +195,18 @@ impl Streams for CudaDevice {
         bytes: usize,
         stream: StreamHandle,
     ) -> DriverResult<()> {
-        cuda!(self, "memcpy_htod", cuMemcpyHtoDAsync_v2(dst.0, src.cast(), bytes, raw_stream(stream)))
+        let call = || cuda!(self, "memcpy_htod", cuMemcpyHtoDAsync_v2(dst.0, src.cast(), bytes, raw_stream(stream)));
+        self.queue(Note::Copy, dst.0, stream, call)
     }
 
     unsafe fn memcpy_dtoh(&self, dst: *mut u8, src: DevicePtr, bytes: usize, stream: StreamHandle) -> DriverResult<()> {
-        cuda!(self, "memcpy_dtoh", cuMemcpyDtoHAsync_v2(dst.cast(), src.0, bytes, raw_stream(stream)))
+        let call = || cuda!(self, "memcpy_dtoh", cuMemcpyDtoHAsync_v2(dst.cast(), src.0, bytes, raw_stream(stream)));
+        self.queue(Note::Copy, dst.addr() as u64, stream, call)
     }
 
     fn memcpy_dtod(&self, dst: DevicePtr, src: DevicePtr, bytes: usize, stream: StreamHandle) -> DriverResult<()> {
-        cuda!(self, "memcpy_dtod", cuMemcpyDtoDAsync_v2(dst.0, src.0, bytes, raw_stream(stream)))
+        let call = || cuda!(self, "memcpy_dtod", cuMemcpyDtoDAsync_v2(dst.0, src.0, bytes, raw_stream(stream)));
+        self.queue(Note::Copy, dst.0, stream, call)
     }
 
     fn memcpy_peer(
@@ -201,15 +221,18 @@ impl Streams for CudaDevice {
         const CALL: &str = "memcpy_peer";
         if self.capture(CALL, stream)?.0 != CaptureStatus::None {
             // The peer call is refused while recording; addresses are unified, so the plain one finds the devices.
-            return cuda!(self, CALL, cuMemcpyDtoDAsync_v2(dst.0, src.0, bytes, raw_stream(stream)));
+            let call = || cuda!(self, CALL, cuMemcpyDtoDAsync_v2(dst.0, src.0, bytes, raw_stream(stream)));
+            return self.queue(Note::Copy, dst.0, stream, call);
         }
         let to = self.context_of(CALL, dst_device)?;
         let from = self.context_of(CALL, src_device)?;
-        cuda!(self, CALL, cuMemcpyPeerAsync(dst.0, to, src.0, from, bytes, raw_stream(stream)))
+        let call = || cuda!(self, CALL, cuMemcpyPeerAsync(dst.0, to, src.0, from, bytes, raw_stream(stream)));
+        self.queue(Note::Copy, dst.0, stream, call)
     }
 
     fn memset_d8(&self, dst: DevicePtr, value: u8, bytes: usize, stream: StreamHandle) -> DriverResult<()> {
-        cuda!(self, "memset_d8", cuMemsetD8Async(dst.0, value, bytes, raw_stream(stream)))
+        let call = || cuda!(self, "memset_d8", cuMemsetD8Async(dst.0, value, bytes, raw_stream(stream)));
+        self.queue(Note::Set, dst.0, stream, call)
     }
 
     fn memset_d32(&self, dst: DevicePtr, value: u32, words: usize, stream: StreamHandle) -> DriverResult<()> {
@@ -218,7 +241,8 @@ impl Streams for CudaDevice {
             let why = "destination is not 4-byte aligned, or the size wraps";
             return Err(self.err("memset_d32", Kind::InvalidValue(why)));
         }
-        cuda!(self, "memset_d32", cuMemsetD32Async(dst.0, value, words, raw_stream(stream)))
+        let call = || cuda!(self, "memset_d32", cuMemsetD32Async(dst.0, value, words, raw_stream(stream)));
+        self.queue(Note::Set, dst.0, stream, call)
     }
 
     fn launch_host_fn(&self, stream: StreamHandle, callback: HostCallback) -> DriverResult<()> {
@@ -229,7 +253,8 @@ impl Streams for CudaDevice {
             self.give_to_graph(CALL, graph, data)?;
             return cuda!(self, CALL, cuLaunchHostFunc(raw_stream(stream), Some(run_recorded), data));
         }
-        let queued = cuda!(self, CALL, cuLaunchHostFunc(raw_stream(stream), Some(run_once), data));
+        let call = || cuda!(self, CALL, cuLaunchHostFunc(raw_stream(stream), Some(run_once), data));
+        let queued = self.queue(Note::Host, 0, stream, call);
         if queued.is_err() {
             // SAFETY: the driver refused, so it will not call back and the box is still ours.
             drop(unsafe { Box::from_raw(data.cast::<HostCallback>()) });

@@ -23,7 +23,9 @@ fn every_driver_function_is_looked_for() {
     let sources = [
         include_str!("mod.rs"),
         include_str!("error.rs"),
+        include_str!("flight.rs"),
         include_str!("graph.rs"),
+        include_str!("interop.rs"),
         include_str!("memory.rs"),
         include_str!("module.rs"),
         include_str!("stream.rs"),

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use parking_lot::Mutex;
 use smallvec::SmallVec;
 
 use super::HostDevice;
@@ -12,8 +13,8 @@ use super::space::Space;
 use super::thread;
 use super::work::Work;
 use crate::driver::{
-    CaptureMode, CaptureStatus, CopySide, DriverErrorKind as Kind, DriverResult, ExecHandle, GraphHandle, Graphs, Node,
-    NodeArgs, NodeHandle, StreamHandle, UpdateResult,
+    CaptureMode, CaptureStatus, CopySide, DriverErrorKind as Kind, DriverResult, Edge, ExecHandle, GraphHandle, Graphs,
+    Node, NodeArgs, NodeHandle, StreamHandle, UpdateResult,
 };
 use crate::mutant;
 
@@ -63,6 +64,8 @@ impl Graph {
 #[derive(Debug)]
 pub(super) struct ExecBody {
     pub(super) work: Vec<(u32, Work)>,
+    /// What it is called, for faults.
+    pub(super) name: Mutex<Option<String>>,
 }
 
 /// A live exec.
@@ -116,7 +119,7 @@ impl GraphDef {
     fn body(&self) -> ExecBody {
         let mut work = Vec::with_capacity(self.nodes.len());
         self.flatten(&mut work);
-        ExecBody { work }
+        ExecBody { work, name: Mutex::default() }
     }
 
     /// The driver's rules for putting `new` into an exec made from this graph.
@@ -213,6 +216,13 @@ impl HostDevice {
         found.ok_or_else(|| self.err(call, Kind::InvalidHandle("graph")))
     }
 
+    pub(super) fn set_exec_name(&self, exec: ExecHandle, name: &str) {
+        let mut state = self.machine.state.lock();
+        if let Ok(exec) = self.exec("name_exec", &mut state, exec) {
+            *exec.body.name.lock() = Some(name.to_owned());
+        }
+    }
+
     fn exec<'s>(&self, call: &'static str, state: &'s mut State, exec: ExecHandle) -> DriverResult<&'s mut Exec> {
         let found = state.execs.get_mut(exec.0).filter(|exec| exec.device == self.ordinal());
         found.ok_or_else(|| self.err(call, Kind::InvalidHandle("exec")))
@@ -262,13 +272,14 @@ impl Graphs for HostDevice {
         Ok((0..count as u32).map(|index| node_handle(graph.0, index)).collect())
     }
 
-    fn graph_edges(&self, graph: GraphHandle) -> DriverResult<Vec<(NodeHandle, NodeHandle)>> {
+    fn graph_edges(&self, graph: GraphHandle) -> DriverResult<Vec<Edge>> {
         const CALL: &str = "graph_edges";
         self.enter(CALL)?;
         let state = self.machine.state.lock();
         let nodes = &self.graph(CALL, &state, graph)?.def.nodes;
         let edges = nodes.iter().enumerate().flat_map(|(to, node)| {
-            node.deps.iter().map(move |&from| (node_handle(graph.0, from), node_handle(graph.0, to as u32)))
+            let to = node_handle(graph.0, to as u32);
+            node.deps.iter().map(move |&from| Edge { from: node_handle(graph.0, from), to, programmatic: false })
         });
         Ok(edges.collect())
     }
@@ -290,7 +301,7 @@ impl Graphs for HostDevice {
                 let function = &kernel.function;
                 let args = if function.args_readable.load(Ordering::Relaxed) {
                     let layout = function.layout_readable.load(Ordering::Relaxed).then(|| function.layout.clone());
-                    NodeArgs::Packed { bytes: kernel.args.to_vec(), layout }
+                    NodeArgs::Packed { bytes: kernel.args.as_slice().into(), layout }
                 } else {
                     NodeArgs::Unreadable
                 };
@@ -351,6 +362,7 @@ impl Graphs for HostDevice {
                 new.hidden = old.hidden;
             }
         }
+        body.name = Mutex::new(exec.body.name.lock().take());
         let old_body = std::mem::replace(&mut exec.body, Arc::new(body));
         let old_def = std::mem::replace(&mut exec.def, new);
         drop(state);

@@ -311,11 +311,11 @@ impl Machine {
         let touched = stream.touched.clone();
         let rest = MutexGuard::unlocked(state, || {
             match &mut op {
-                Op::Work(work) => run(self, &touched, device, work),
+                Op::Work(work) => run(self, &touched, device, work, None),
                 Op::Graph { body, next, .. } => {
                     let nodes = if self.config.stepped { 1 } else { usize::MAX };
                     for (device, work) in body.work.iter().skip(*next).take(nodes) {
-                        run(self, &touched, *device, work);
+                        run(self, &touched, *device, work, Some(&body.name));
                         *next += 1;
                     }
                     if *next < body.work.len() {

@@ -52,7 +52,7 @@ use std::sync::Arc;
 pub use config::{HostConfig, Poison};
 pub use kernel::{HostKernel, KernelContext, SpanCheck};
 
-use super::{DeviceInfo, DeviceOrdinal, Driver, DriverError, DriverErrorKind, DriverResult, Fault};
+use super::{DeviceInfo, DeviceOrdinal, Driver, DriverError, DriverErrorKind, DriverResult, ExecHandle, Fault};
 use crate::mutant;
 use machine::Machine;
 
@@ -181,6 +181,10 @@ impl Driver for HostDevice {
 
     fn fault(&self) -> Option<Fault> {
         self.machine.fault(self.ordinal())
+    }
+
+    fn name_exec(&self, exec: ExecHandle, name: &str) {
+        self.set_exec_name(exec, name);
     }
 
     fn as_host(&self) -> Option<&HostDevice> {

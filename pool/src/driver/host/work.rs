@@ -156,8 +156,14 @@ impl SpanCheck for Access<'_> {
     }
 }
 
-/// Runs one piece of work as `device`; a fault kills that device's context.
-pub(super) fn run(machine: &Machine, touched: &Touched, device: u32, work: &Work) {
+/// Runs one piece of work as `device`; a fault kills that device's context. `graph` names the graph that it is part of.
+pub(super) fn run(
+    machine: &Machine,
+    touched: &Touched,
+    device: u32,
+    work: &Work,
+    graph: Option<&Mutex<Option<String>>>,
+) {
     if machine.is_faulted(device) {
         return;
     }
@@ -180,7 +186,10 @@ pub(super) fn run(machine: &Machine, touched: &Touched, device: u32, work: &Work
         }
     };
     touched.end();
-    if let Err(fault) = result {
+    if let Err(mut fault) = result {
+        if let Some(name) = graph.and_then(|name| name.lock().clone()) {
+            fault.op = format!("{} in graph {name}", fault.op);
+        }
         machine.set_fault(device, fault);
     }
 }
