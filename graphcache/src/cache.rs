@@ -50,7 +50,7 @@ impl fmt::Debug for GraphCache {
 }
 
 /// What the cache has for a request.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Debug)]
 #[non_exhaustive]
 pub struct GraphInfo {
     /// Nodes, children's included.
@@ -65,6 +65,8 @@ pub struct GraphInfo {
     pub opaque: Option<String>,
     /// Whether its memory was pinned because it had to be captured again too often.
     pub pinned: bool,
+    /// How long it took to read it back and look every pointer up, microseconds.
+    pub scan_us: f32,
 }
 
 impl GraphCache {
@@ -171,6 +173,7 @@ impl GraphCache {
             launches: graph.launches,
             opaque: graph.opaque.clone(),
             pinned: state.pinned,
+            scan_us: graph.scan_us,
         })
     }
 

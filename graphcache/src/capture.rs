@@ -1,10 +1,13 @@
 //! One capture: the sealed window, the driver's recording, the dependency record.
 
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use evergraph_pool::driver::{CaptureMode, DevicePtr, DriverResult, DynDriver};
-use evergraph_pool::{Dependent, HandedOut, Hold, Registration, Resolved, ScratchPolicy, Stream, Use, Window, mutant};
+use evergraph_pool::driver::{CaptureMode, DevicePtr, DriverResult, DynDriver, HandleMap};
+use evergraph_pool::{
+    AllocationId, Dependent, HandedOut, Hold, Pool, Registration, Resolved, ScratchPolicy, Stream, Use, Window, mutant,
+};
 use smallvec::SmallVec;
 
 use crate::graph::OwnedGraph;
@@ -138,7 +141,7 @@ pub(crate) fn capture<E>(
     let capture_took = start.elapsed();
 
     let start = Instant::now();
-    let mut scan = scan(request.stream.driver(), graph.handle(), layouts).map_err(Failure::of)?;
+    let mut scan = scan(request.stream.driver(), graph.handle(), layouts, span_of(request)).map_err(Failure::of)?;
     if scan.shape.nodes.is_empty() && !mutant::is("cache.empty-accepted") {
         return Err(Failure::of(CacheError::EmptyGraph { device: request.stream.device() }));
     }
@@ -175,20 +178,66 @@ struct Audit<'a> {
 /// Where a pointer leads.
 type Hits = SmallVec<[Resolved; 4]>;
 
+/// Where the pools of a request have anything.
+fn span_of(request: &Request<'_>) -> RangeInclusive<u64> {
+    let spans = request.pools().filter_map(Pool::address_span);
+    // Without any, an empty one.
+    spans.reduce(|a, b| (a.0.min(b.0), a.1.max(b.1))).map_or(1..=0, |(low, high)| low.0..=high.0)
+}
+
+/// Memory that was handed out, for look-ups.
+struct Handed {
+    /// Disjoint, ascending: start and end.
+    spans: Vec<(u64, u64)>,
+    /// Where a hand-out ends, ascending.
+    ends: Vec<u64>,
+}
+
+impl Handed {
+    fn new(handed: impl Iterator<Item = HandedOut>) -> Self {
+        let mut all: Vec<(u64, u64)> = handed.map(|h| (h.ptr.0, h.ptr.0 + h.bytes as u64)).collect();
+        let mut ends: Vec<u64> = all.iter().map(|span| span.1).collect();
+        ends.sort_unstable();
+        all.sort_unstable();
+        let mut spans: Vec<(u64, u64)> = Vec::with_capacity(all.len());
+        for (start, end) in all {
+            match spans.last_mut() {
+                Some(last) if start <= last.1 => last.1 = last.1.max(end),
+                _ => spans.push((start, end)),
+            }
+        }
+        Self { spans, ends }
+    }
+
+    fn has(&self, address: u64) -> bool {
+        let after = self.spans.partition_point(|span| span.0 <= address);
+        after.checked_sub(1).is_some_and(|index| address < self.spans[index].1)
+    }
+
+    fn ends_at(&self, address: u64) -> bool {
+        self.ends.binary_search(&address).is_ok()
+    }
+}
+
 impl Audit<'_> {
     /// Pins what nobody declared; returns how many pointers that took.
     fn run(&self, scan: &mut Scan) -> Result<usize, CacheError> {
-        let handed_out: Vec<HandedOut> = self.windows.iter().flat_map(Window::handed_out).collect();
+        let handed = Handed::new(self.windows.iter().flat_map(Window::handed_out));
+        let declared = self.notes.declared_set();
         let mut pinned = 0;
-        for found in &scan.pointers {
-            pinned += usize::from(self.pointer(found, &handed_out, false)?);
+        // Most pointers lead to the graph's own scratch.
+        scan.pointers.retain(|found| !handed.has(found.address));
+        for (found, hits) in scan.pointers.iter().zip(self.hits(&scan.pointers)) {
+            pinned += usize::from(self.pointer(found, &hits, &handed, &declared)?);
         }
-        for found in &scan.host {
-            let owned = !self.notes.keeps.borrow().is_empty();
-            if self.hits(found).is_empty() && !owned {
+        for (found, hits) in scan.host.iter().zip(self.hits(&scan.host)) {
+            if !self.notes.keeps.borrow().is_empty() {
+                continue; // somebody keeps it
+            }
+            if hits.is_empty() {
                 return Err(CacheError::UnownedHost { node: found.node_name(), address: DevicePtr(found.address) });
             }
-            pinned += usize::from(self.pointer(found, &handed_out, owned)?);
+            pinned += usize::from(self.pointer(found, &hits, &handed, &declared)?);
         }
         if let Some(why) = scan.needs_owner.take()
             && self.notes.keeps.borrow().is_empty()
@@ -198,19 +247,29 @@ impl Audit<'_> {
         Ok(pinned)
     }
 
-    fn hits(&self, found: &Found) -> Hits {
-        let ptr = DevicePtr(found.address);
-        self.request.pools().flat_map(|pool| pool.resolve_all(ptr)).collect()
+    /// Where each pointer leads.
+    fn hits(&self, found: &[Found]) -> Vec<Hits> {
+        let ptrs: Vec<DevicePtr> = found.iter().map(|f| DevicePtr(f.address)).collect();
+        let mut hits = vec![Hits::new(); ptrs.len()];
+        for pool in self.request.pools() {
+            for (index, hit) in pool.resolve_many(&ptrs) {
+                hits[index].push(hit);
+            }
+        }
+        hits
     }
 
     /// Whether an undeclared pointer was pinned.
-    fn pointer(&self, found: &Found, handed_out: &[HandedOut], owned: bool) -> Result<bool, CacheError> {
+    fn pointer(
+        &self,
+        found: &Found,
+        hits: &Hits,
+        handed: &Handed,
+        declared: &HandleMap<AllocationId, ()>,
+    ) -> Result<bool, CacheError> {
         let address = found.address;
-        let known = |hit: &Resolved| hit.token.is_some_and(|t| self.notes.declared(t.allocation));
-        let inside = |h: &HandedOut| h.ptr.0 <= address && address - h.ptr.0 < h.bytes as u64;
-        let ends = |h: &HandedOut| address.checked_sub(h.ptr.0) == Some(h.bytes as u64);
-        let hits = self.hits(found);
-        if owned || hits.is_empty() || handed_out.iter().any(inside) {
+        let known = |hit: &Resolved| hit.token.is_some_and(|t| declared.contains_key(&t.allocation));
+        if hits.is_empty() || handed.has(address) {
             return Ok(false);
         }
         // One past the end of a block is where its neighbour starts: the pointer belongs to both.
@@ -219,7 +278,7 @@ impl Audit<'_> {
             return Ok(false);
         }
         let live = within.iter().any(|hit| hit.token.is_some());
-        if !live && (past.iter().any(known) || handed_out.iter().any(ends)) {
+        if !live && (past.iter().any(known) || handed.ends_at(address)) {
             return Ok(false);
         }
         let culprit = within.first().or(past.first());

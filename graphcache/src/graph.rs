@@ -189,6 +189,8 @@ pub(crate) struct Graph {
     pub(crate) zeroed: Vec<(DevicePtr, usize)>,
     /// The allocations that the request named when it was captured.
     pub(crate) bound: SmallVec<[AllocationId; 4]>,
+    /// How long it took to read it back.
+    pub(crate) scan_us: f32,
 }
 
 impl Graph {

@@ -1,5 +1,6 @@
 //! What a graph is found by.
 
+use std::fmt;
 use std::hash::{BuildHasher, Hash, Hasher};
 
 use evergraph_pool::driver::DeviceOrdinal;
@@ -23,6 +24,20 @@ impl GraphKey {
         let mut mixer = Mixer::default();
         mixer.write(&recorder.0);
         Self { hash: mixer.finish(), bytes: recorder.0 }
+    }
+}
+
+/// The texts in it as they are, other bytes as numbers: for messages.
+impl fmt::Display for GraphKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let text = |byte: &u8| (b' '..=b'~').contains(byte);
+        let alike = |a: &u8, b: &u8| text(a) == text(b);
+        let pieces = self.bytes.chunk_by(alike).map(|piece| match std::str::from_utf8(piece) {
+            Ok(words) if text(&piece[0]) => words.to_owned(),
+            // What ends a text, and what pads a number.
+            _ => piece.iter().filter(|&&byte| byte != 0 && byte != 0xff).map(|byte| format!("{byte:02x}")).collect(),
+        });
+        f.write_str(pieces.filter(|piece| !piece.is_empty()).collect::<Vec<_>>().join(" ").as_str())
     }
 }
 

@@ -58,6 +58,7 @@
 mod cache;
 mod capture;
 mod config;
+mod contents;
 mod cost;
 mod counters;
 mod entry;
@@ -75,6 +76,7 @@ mod seal;
 
 pub use cache::{GraphCache, GraphInfo};
 pub use config::CacheConfig;
+pub use contents::{Contents, Word};
 pub use cost::CostTable;
 pub use counters::Counters;
 pub use error::CacheError;

@@ -285,7 +285,8 @@ impl<E: From<CacheError>> Run<'_, '_, E> {
             }
         }
         let bound = SmallVec::from_slice(self.request.bound);
-        let graph = Graph { launcher, exec, parts, handle, launches: 0, opaque, bytes, zeroed, bound };
+        let scan_us = captured.scan_took.as_secs_f32() * 1e6;
+        let graph = Graph { launcher, exec, parts, handle, launches: 0, opaque, bytes, zeroed, bound, scan_us };
         self.work.state.graph = Some(graph);
         let ran = match (self.work.state.captured, updated) {
             (false, _) => Ran::Captured,
@@ -386,6 +387,7 @@ impl<E: From<CacheError>> Run<'_, '_, E> {
             }
         };
         self.inner.costs.measured(Step::Instantiate, nodes, start.elapsed());
+        driver.name_exec(handle, &format!("\"{}\" of {nodes} nodes", self.request.key));
         drop(old);
         Ok((Exec::new(self.request.stream, handle, recipe, &self.inner.tally), false))
     }

@@ -1,20 +1,23 @@
 //! Reads a captured graph back: every pointer in it, and what it does without its pointers.
 
-use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 use evergraph_pool::driver::{
-    CopySide, DevicePtr, DynDriver, FunctionHandle, GraphHandle, LaunchConfig, Node, NodeArgs, NodeHandle, ParamLayout,
+    CopySide, DevicePtr, DynDriver, Edge, FunctionHandle, GraphHandle, HandleMap, LaunchConfig, Node, NodeArgs,
+    NodeHandle, ParamLayout,
 };
 use evergraph_pool::mutant;
 use parking_lot::Mutex;
+use smallvec::SmallVec;
 
 use crate::CacheError;
 
 /// What a graph refers to.
 #[derive(Debug, Default)]
 pub(crate) struct Scan {
-    /// Words that may be device pointers, with the node they came from. Each value once.
+    /// Words that may be device pointers, each value once, with the first node that has it.
     pub(crate) pointers: Vec<Found>,
     /// Host addresses that copies use.
     pub(crate) host: Vec<Found>,
@@ -83,57 +86,78 @@ pub(crate) enum NodeShape {
     Unproven,
 }
 
-/// Where the pointers of each function lie in its packed arguments. Kept across captures: reading 300 nodes
-/// should take tens of µs.
+/// Where the pointers of each function lie in its packed arguments. Kept across captures.
 #[derive(Debug, Default)]
-pub(crate) struct Layouts(Mutex<HashMap<FunctionHandle, Arc<Words>>>);
+pub(crate) struct Layouts(Mutex<HandleMap<FunctionHandle, Words>>);
 
 #[derive(Debug)]
 struct Words {
     layout: Option<Arc<ParamLayout>>,
     bytes: usize,
-    offsets: Vec<u32>,
+    offsets: SmallVec<[u32; 16]>,
 }
 
-impl Layouts {
+impl Words {
     /// Offsets of words that may be pointers.
-    fn words(&self, function: FunctionHandle, layout: Option<&Arc<ParamLayout>>, bytes: usize) -> Arc<Words> {
-        let mut known = self.0.lock();
-        if let Some(words) = known.get(&function)
-            && words.bytes == bytes
-            && words.layout.as_ref() == layout
-        {
-            return Arc::clone(words);
-        }
+    fn new(layout: Option<&Arc<ParamLayout>>, bytes: usize) -> Self {
         // By layout: parameters of 8 bytes, and every word of longer ones (structs by value). Packed, as every
         // aligned word: a driver's layout may be absent, and a false hit costs a look-up.
-        let mut offsets: Vec<u32> = Vec::new();
+        let mut offsets: SmallVec<[u32; 16]> = SmallVec::new();
         for param in layout.iter().flat_map(|l| &l.params).filter(|p| p.bytes >= 8) {
             offsets.extend((0..param.bytes / 8).map(|i| param.offset + 8 * i));
         }
         offsets.extend((0..bytes as u32 / 8).map(|i| 8 * i));
         offsets.sort_unstable();
         offsets.dedup();
-        let words = Arc::new(Words { layout: layout.cloned(), bytes, offsets });
-        known.insert(function, Arc::clone(&words));
-        words
+        Self { layout: layout.cloned(), bytes, offsets }
+    }
+
+    /// Those of a function. A handle may come back as another function's, so the layout is looked at too.
+    fn of<'a>(
+        known: &'a mut HandleMap<FunctionHandle, Self>,
+        function: FunctionHandle,
+        layout: Option<&Arc<ParamLayout>>,
+        bytes: usize,
+    ) -> &'a Self {
+        let same =
+            |layout: &Arc<ParamLayout>, words: &Self| words.layout.as_ref().is_some_and(|l| Arc::ptr_eq(l, layout));
+        let fits = |words: &Self| {
+            words.bytes == bytes
+                && match layout {
+                    None => words.layout.is_none(),
+                    Some(layout) => same(layout, words) || words.layout.as_ref() == Some(layout),
+                }
+        };
+        match known.entry(function) {
+            Entry::Occupied(entry) => {
+                let words = entry.into_mut();
+                if !fits(words) {
+                    *words = Self::new(layout, bytes);
+                }
+                words
+            }
+            Entry::Vacant(entry) => entry.insert(Self::new(layout, bytes)),
+        }
     }
 }
 
-/// Walks every node of `graph`, children included.
+/// Walks every node of `graph`, children included. Words outside of `span`, where no pool has anything, are not
+/// kept.
 ///
 /// # Errors
 /// `AllocationNode`; those of the driver.
-pub(crate) fn scan(driver: &DynDriver, graph: GraphHandle, layouts: &Layouts) -> Result<Scan, CacheError> {
+pub(crate) fn scan(
+    driver: &DynDriver,
+    graph: GraphHandle,
+    layouts: &Layouts,
+    span: RangeInclusive<u64>,
+) -> Result<Scan, CacheError> {
     let mut scan = Scan::default();
-    walk(driver, graph, layouts, &mut scan, 0)?;
+    let mut walk = Walk { driver, layouts, span, seen: HandleMap::default(), scan: &mut scan };
+    walk.graph(graph, 0)?;
     if mutant::is("cache.scan-off") {
         scan.pointers.clear();
         scan.host.clear();
-    }
-    for found in [&mut scan.pointers, &mut scan.host] {
-        found.sort_unstable_by_key(|f| (f.address, f.node));
-        found.dedup_by_key(|f| f.address);
     }
     Ok(scan)
 }
@@ -141,89 +165,101 @@ pub(crate) fn scan(driver: &DynDriver, graph: GraphHandle, layouts: &Layouts) ->
 /// Graphs nest by hand; deeper than this is no graph of ours.
 const MAX_DEPTH: u32 = 16;
 
-fn walk(
-    driver: &DynDriver,
-    graph: GraphHandle,
-    layouts: &Layouts,
-    scan: &mut Scan,
-    depth: u32,
-) -> Result<(), CacheError> {
-    let nodes = driver.graph_nodes(graph)?;
-    let mut places: HashMap<NodeHandle, u32> = HashMap::with_capacity(nodes.len());
-    for handle in nodes {
-        let index = scan.shape.nodes.len() as u32;
-        places.insert(handle, index);
-        let shape = match driver.node(handle)? {
-            Node::Kernel { function, config, args: NodeArgs::Packed { bytes, layout } } => {
-                for &offset in &layouts.words(function, layout.as_ref(), bytes.len()).offsets {
-                    scan.word(&bytes, offset as usize, index);
-                }
-                NodeShape::Kernel { function, config, bytes: bytes.len() }
-            }
-            Node::Kernel { args: NodeArgs::Unreadable, .. } => {
-                scan.opaque(format!("the arguments of node {index} can not be read"));
-                NodeShape::Unproven
-            }
-            Node::Copy { dst, src, .. } => {
-                for side in [dst, src] {
-                    scan.side(side, index);
-                }
-                NodeShape::Copy {
-                    to_host: matches!(dst, CopySide::Host(_)),
-                    from_host: matches!(src, CopySide::Host(_)),
-                }
-            }
-            Node::Set { dst, .. } => {
-                scan.pointers.push(Found { address: dst.0, node: index, what: What::Set });
-                NodeShape::Set
-            }
-            Node::Child(_) if depth >= MAX_DEPTH => {
-                scan.opaque(format!("node {index} is a graph nested deeper than {MAX_DEPTH}"));
-                NodeShape::Unproven
-            }
-            Node::Child(child) => {
-                scan.shape.nodes.push(NodeShape::Empty);
-                if !mutant::is("cache.child-graphs-unscanned") {
-                    walk(driver, child, layouts, scan, depth + 1)?;
-                }
-                let nodes = scan.shape.nodes.len() as u32 - index - 1;
-                scan.shape.nodes[index as usize] = NodeShape::Child { nodes };
-                continue;
-            }
-            Node::Host => {
-                scan.needs_owner.get_or_insert_with(|| format!("node {index} calls a host function"));
-                NodeShape::Unproven
-            }
-            Node::EventRecord(_) | Node::EventWait(_) => {
-                scan.needs_owner.get_or_insert_with(|| format!("node {index} uses an event"));
-                NodeShape::Unproven
-            }
-            Node::Empty => NodeShape::Empty,
-            Node::Alloc => return Err(CacheError::AllocationNode),
-            Node::Unknown(number) => {
-                scan.opaque(format!("node {index} is of an unknown kind ({number})"));
-                NodeShape::Unproven
-            }
-            _ => {
-                scan.opaque(format!("node {index} is of an unknown kind"));
-                NodeShape::Unproven
-            }
-        };
-        scan.shape.nodes.push(shape);
-    }
-    let edges = driver.graph_edges(graph)?;
-    scan.shape.edges.extend(edges.iter().filter_map(|(from, to)| Some((*places.get(from)?, *places.get(to)?))));
-    Ok(())
+/// A walk that goes on.
+struct Walk<'a> {
+    driver: &'a DynDriver,
+    layouts: &'a Layouts,
+    span: RangeInclusive<u64>,
+    /// Words that were found before: a decode step names its buffers again and again.
+    seen: HandleMap<u64, ()>,
+    scan: &'a mut Scan,
 }
 
-impl Scan {
-    fn word(&mut self, bytes: &[u8], offset: usize, node: u32) {
-        let Some(word) = bytes.get(offset..offset + 8).and_then(|b| b.try_into().ok()).map(u64::from_ne_bytes) else {
-            return;
-        };
-        // Small numbers are sizes and counts: no device maps the first page.
-        if word >= 4096 {
-            self.pointers.push(Found { address: word, node, what: What::Kernel });
+impl Walk<'_> {
+    fn graph(&mut self, graph: GraphHandle, depth: u32) -> Result<(), CacheError> {
+        let driver = self.driver;
+        let nodes = driver.graph_nodes(graph)?;
+        let mut places: HandleMap<NodeHandle, u32> = HandleMap::default();
+        places.reserve(nodes.len());
+        self.scan.shape.nodes.reserve(nodes.len());
+        for handle in nodes {
+            let index = self.scan.shape.nodes.len() as u32;
+            places.insert(handle, index);
+            let shape = match driver.node(handle)? {
+                Node::Kernel { function, config, args: NodeArgs::Packed { bytes, layout } } => {
+                    self.arguments(function, layout.as_ref(), &bytes, index);
+                    NodeShape::Kernel { function, config, bytes: bytes.len() }
+                }
+                Node::Kernel { args: NodeArgs::Unreadable, .. } => {
+                    self.scan.opaque(format!("the arguments of node {index} can not be read"));
+                    NodeShape::Unproven
+                }
+                Node::Copy { dst, src, .. } => {
+                    for side in [dst, src] {
+                        self.side(side, index);
+                    }
+                    NodeShape::Copy {
+                        to_host: matches!(dst, CopySide::Host(_)),
+                        from_host: matches!(src, CopySide::Host(_)),
+                    }
+                }
+                Node::Set { dst, .. } => {
+                    self.word(dst.0, index, What::Set);
+                    NodeShape::Set
+                }
+                Node::Child(_) if depth >= MAX_DEPTH => {
+                    self.scan.opaque(format!("node {index} is a graph nested deeper than {MAX_DEPTH}"));
+                    NodeShape::Unproven
+                }
+                Node::Child(child) => {
+                    self.scan.shape.nodes.push(NodeShape::Empty);
+                    if !mutant::is("cache.child-graphs-unscanned") {
+                        self.graph(child, depth + 1)?;
+                    }
+                    let nodes = self.scan.shape.nodes.len() as u32 - index - 1;
+                    self.scan.shape.nodes[index as usize] = NodeShape::Child { nodes };
+                    continue;
+                }
+                Node::Host => {
+                    self.scan.needs_owner.get_or_insert_with(|| format!("node {index} calls a host function"));
+                    NodeShape::Unproven
+                }
+                Node::EventRecord(_) | Node::EventWait(_) => {
+                    self.scan.needs_owner.get_or_insert_with(|| format!("node {index} uses an event"));
+                    NodeShape::Unproven
+                }
+                Node::Empty => NodeShape::Empty,
+                Node::Alloc => return Err(CacheError::AllocationNode),
+                Node::Unknown(number) => {
+                    self.scan.opaque(format!("node {index} is of an unknown kind ({number})"));
+                    NodeShape::Unproven
+                }
+                _ => {
+                    self.scan.opaque(format!("node {index} is of an unknown kind"));
+                    NodeShape::Unproven
+                }
+            };
+            self.scan.shape.nodes.push(shape);
+        }
+        let shape = &mut self.scan.shape;
+        for Edge { from, to, programmatic } in driver.graph_edges(graph)? {
+            let (Some(&from), Some(&to)) = (places.get(&from), places.get(&to)) else { continue };
+            if programmatic && let Some(NodeShape::Kernel { config, .. }) = shape.nodes.get_mut(to as usize) {
+                config.programmatic = true;
+            }
+            shape.edges.push((from, to));
+        }
+        Ok(())
+    }
+
+    fn arguments(&mut self, function: FunctionHandle, layout: Option<&Arc<ParamLayout>>, bytes: &[u8], node: u32) {
+        let layouts = self.layouts;
+        let mut known = layouts.0.lock();
+        for &offset in &Words::of(&mut known, function, layout, bytes.len()).offsets {
+            let word = bytes.get(offset as usize..offset as usize + 8).and_then(|word| word.try_into().ok());
+            if let Some(word) = word {
+                self.word(u64::from_ne_bytes(word), node, What::Kernel);
+            }
         }
     }
 
@@ -232,13 +268,25 @@ impl Scan {
             return;
         }
         match side {
-            CopySide::Device(DevicePtr(address)) => {
-                self.pointers.push(Found { address, node, what: What::Copy });
+            CopySide::Device(DevicePtr(address)) => self.word(address, node, What::Copy),
+            CopySide::Host(address) => {
+                // Whatever no pool knows needs an owner, so none is left out.
+                if !self.scan.host.iter().any(|found| found.address == address) {
+                    self.scan.host.push(Found { address, node, what: What::Copy });
+                }
             }
-            CopySide::Host(address) => self.host.push(Found { address, node, what: What::Copy }),
         }
     }
 
+    #[inline]
+    fn word(&mut self, address: u64, node: u32, what: What) {
+        if self.span.contains(&address) && self.seen.insert(address, ()).is_none() {
+            self.scan.pointers.push(Found { address, node, what });
+        }
+    }
+}
+
+impl Scan {
     fn opaque(&mut self, why: String) {
         self.opaque.get_or_insert(why);
     }

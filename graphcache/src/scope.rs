@@ -4,7 +4,7 @@ use std::any::Any;
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 
-use evergraph_pool::driver::{DevicePtr, DynDriver};
+use evergraph_pool::driver::{DevicePtr, DynDriver, HandleMap};
 use evergraph_pool::{
     AllocationId, BadReason, Dependency, DeviceSlice, Element, Hold, PointerTable, Pool, PoolError, PoolId,
     ScratchPolicy, Stale, Stream, Token, Tracked, Use, Window, mutant,
@@ -265,8 +265,8 @@ fn overlap(a: &Span, b: &Span) -> bool {
 }
 
 impl Notes {
-    pub(crate) fn declared(&self, allocation: AllocationId) -> bool {
-        self.declared.borrow().iter().any(|d| d.token.allocation == allocation)
+    pub(crate) fn declared_set(&self) -> HandleMap<AllocationId, ()> {
+        self.declared.borrow().iter().map(|d| (d.token.allocation, ())).collect()
     }
 
     pub(crate) fn take_keeps(&self) -> SmallVec<[Keep; 4]> {

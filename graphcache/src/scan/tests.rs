@@ -1,3 +1,7 @@
+#![allow(clippy::unwrap_used)]
+
+use evergraph_pool::driver::host::{HostConfig, HostDevice};
+
 use super::*;
 
 fn kernel(function: u64, threads: u32) -> NodeShape {
@@ -21,27 +25,46 @@ fn an_update_is_proven_by_handles_attributes_and_edges() {
 }
 
 #[test]
-fn words_are_found_by_layout_and_as_packed_words() {
-    let layouts = Layouts::default();
-    let function = FunctionHandle(7);
-    // (u32, pointer, 20-byte struct by value): 0, 8, 16.
-    let layout = Arc::new(ParamLayout::c_layout(&[(4, 4), (8, 8), (20, 4)]));
-    assert_eq!(layouts.words(function, Some(&layout), 36).offsets, [0, 8, 16, 24]);
-    // Parameters at odd offsets are found through the layout only.
-    let odd = Arc::new(ParamLayout::c_layout(&[(4, 4), (8, 4)]));
-    assert_eq!(layouts.words(function, Some(&odd), 12).offsets, [0, 4]);
-    assert_eq!(layouts.words(function, None, 12).offsets, [0]);
-    let again = layouts.words(function, None, 12);
-    assert!(Arc::ptr_eq(&again, &layouts.words(function, None, 12)), "kept across nodes");
+fn a_programmatic_launch_is_not_a_plain_one() {
+    let early = |programmatic| {
+        let config = LaunchConfig { programmatic, ..LaunchConfig::linear(1, 32) };
+        shape(vec![NodeShape::Kernel { function: FunctionHandle(1), config, bytes: 16 }], vec![])
+    };
+    assert!(early(true).proves_update_to(&early(true)));
+    assert!(!early(true).proves_update_to(&early(false)));
 }
 
 #[test]
-fn short_arguments_have_no_words() {
+fn words_are_found_by_layout_and_as_packed_words() {
+    let mut known = HandleMap::default();
+    let function = FunctionHandle(7);
+    let mut words =
+        |layout: Option<&Arc<ParamLayout>>, bytes| Words::of(&mut known, function, layout, bytes).offsets.to_vec();
+    // (u32, pointer, 20-byte struct by value): 0, 8, 16.
+    let layout = Arc::new(ParamLayout::c_layout(&[(4, 4), (8, 8), (20, 4)]));
+    assert_eq!(words(Some(&layout), 36), [0, 8, 16, 24]);
+    // Parameters at odd offsets are found through the layout only.
+    let odd = Arc::new(ParamLayout::c_layout(&[(4, 4), (8, 4)]));
+    assert_eq!(words(Some(&odd), 12), [0, 4]);
+    assert_eq!(words(None, 12), [0]);
+    // An equal layout is as good, another one is not: the handle may have come back.
+    assert_eq!(words(Some(&Arc::new(ParamLayout::clone(&layout))), 36), [0, 8, 16, 24]);
+    assert_eq!(words(Some(&odd), 12), [0, 4]);
+}
+
+#[test]
+fn a_word_is_kept_once_and_only_where_somebody_may_be() {
+    let driver: DynDriver = HostDevice::new(HostConfig::default().memory(1 << 20)).unwrap();
+    let layouts = Layouts::default();
     let mut scan = Scan::default();
-    scan.word(&[0xff; 7], 0, 0);
-    scan.word(&[0xff; 16], 9, 0);
-    scan.word(&64u64.to_ne_bytes(), 0, 0);
-    assert!(scan.pointers.is_empty());
-    scan.word(&0x7f00_0000_0000u64.to_ne_bytes(), 0, 3);
-    assert_eq!(scan.pointers[0].node_name(), "node 3 (kernel)");
+    let mut walk =
+        Walk { driver: &driver, layouts: &layouts, span: 0x1000..=0x3000, seen: HandleMap::default(), scan: &mut scan };
+    for (node, address) in [0x2000, 0x1000, 0x2000, 0x3000, 0xfff, 0x3001].into_iter().enumerate() {
+        walk.word(address, node as u32, What::Kernel);
+    }
+    walk.arguments(FunctionHandle(1), None, &[0xff; 7], 9);
+    walk.arguments(FunctionHandle(2), None, &[0x20; 12], 9);
+    let found: Vec<_> = scan.pointers.iter().map(|f| (f.address, f.node_name())).collect();
+    let named = |node: u32| format!("node {node} (kernel)");
+    assert_eq!(found, [(0x2000, named(0)), (0x1000, named(1)), (0x3000, named(3))]);
 }
