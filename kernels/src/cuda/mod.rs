@@ -5,6 +5,7 @@
 //! nvrtc.rs    NVRTC, loaded at run time: text to a cubin for exactly one architecture
 //! disk.rs     compiled images on disk, keyed by source, options and compiler
 //! elf.rs      the names of the kernels in a cubin
+//! blas.rs     cuBLAS, loaded at run time, for large dense products
 //! launch/     which kernel, grid and block an op takes on a device
 //! ```
 //!
@@ -16,6 +17,7 @@
 //! First use compiles all sources, on all cores: seconds. After that, loading reads a few files and hands them to the
 //! driver: milliseconds.
 
+mod blas;
 mod disk;
 mod elf;
 pub mod launch;
@@ -26,6 +28,7 @@ mod tests;
 
 use rayon::prelude::*;
 
+pub use blas::{Blas, BlasError, BlasType, Product};
 pub use disk::DiskCache;
 pub use nvrtc::{Nvrtc, NvrtcError};
 pub use source::{SOURCES, Source};
