@@ -18,6 +18,7 @@
 //! | [`quant`] | GGUF block formats: sizes, dequantisation, simple quantisers |
 //! | [`cpu`] | the bodies for the host device |
 //! | [`cuda`] | the kernels for CUDA devices: sources, compiler, disk cache |
+//! | [`cases`] | what every op is tried with, on any device, against the bodies of the host device |
 //! | [`probe`] | tiny kernels that show which bytes a graph touches |
 //!
 //! # Cost model
@@ -27,8 +28,11 @@
 //! dequantises tiles and is bound by arithmetic. The result of one output element does not depend on the
 //! number of threads.
 
+pub mod cases;
 pub mod cpu;
 pub mod cuda;
+#[cfg(any(test, feature = "emulation"))]
+pub mod emulation;
 mod error;
 mod module;
 pub mod ops;

@@ -3,7 +3,9 @@
 use std::collections::HashMap;
 use std::fmt;
 
-use evergraph_pool::driver::{DriverError, DriverErrorKind, DynDriver, FunctionHandle, ModuleHandle, ModuleImage};
+use evergraph_pool::driver::{
+    DeviceInfo, DriverError, DriverErrorKind, DynDriver, FunctionHandle, ModuleHandle, ModuleImage,
+};
 use evergraph_pool::driver::{LaunchConfig, StreamHandle};
 
 use crate::cuda::{self, DiskCache, SOURCES, Source, Target};
@@ -22,6 +24,8 @@ pub struct Kernels {
     modules: Vec<ModuleHandle>,
     functions: HashMap<String, FunctionHandle>,
     compiled: usize,
+    /// What ops choose their launches for, where that is not the driver's device.
+    posing_as: Option<DeviceInfo>,
 }
 
 impl fmt::Debug for Kernels {
@@ -70,6 +74,18 @@ impl Kernels {
         Ok(loaded)
     }
 
+    /// Functions of this process, on a host device that poses as another.
+    #[cfg(any(test, feature = "emulation"))]
+    pub(crate) fn of_emulation(
+        driver: DynDriver,
+        kernels: &'static [evergraph_pool::driver::host::HostKernel],
+        device: DeviceInfo,
+    ) -> Result<Self, KernelError> {
+        let mut loaded = Self::of_host(driver, kernels)?;
+        loaded.posing_as = Some(device);
+        Ok(loaded)
+    }
+
     /// Compiled sources, on a CUDA device.
     pub(crate) fn of_sources(driver: DynDriver, sources: &[Source], disk: &DiskCache) -> Result<Self, KernelError> {
         let mut loaded = Self::empty(driver)?;
@@ -88,13 +104,19 @@ impl Kernels {
 
     fn empty(driver: DynDriver) -> Result<Self, KernelError> {
         driver.bind()?;
-        Ok(Self { driver, modules: Vec::new(), functions: HashMap::new(), compiled: 0 })
+        Ok(Self { driver, modules: Vec::new(), functions: HashMap::new(), compiled: 0, posing_as: None })
     }
 
     /// The driver that they were loaded on.
     #[must_use]
     pub fn driver(&self) -> &DynDriver {
         &self.driver
+    }
+
+    /// The device that ops choose their launches for: the driver's, or the one whose kernels are emulated on it.
+    #[must_use]
+    pub fn device(&self) -> &DeviceInfo {
+        self.posing_as.as_ref().unwrap_or_else(|| self.driver.info())
     }
 
     /// The modules, which graphs that use these kernels depend on.

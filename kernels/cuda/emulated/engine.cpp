@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <csignal>
 #include <cstdlib>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -97,9 +98,6 @@ struct Machine {
 #else
     ucontext_t scheduler;
 #endif
-    ~Machine() {
-        if (stacks) munmap(stacks, MAX_THREADS * STACK_BYTES);
-    }
 };
 
 // A pointer, as shared variables of kernels are this library's thread-local storage, which is overwritten before each
@@ -309,6 +307,21 @@ void stray(int, siginfo_t* info, void*) {
     signal(SIGSEGV, SIG_DFL);
 }
 
+// Machines are kept for the next launch: their stacks are dear.
+std::mutex idle_lock;
+std::vector<Machine*> idle;
+Machine* borrow() {
+    std::lock_guard<std::mutex> guard(idle_lock);
+    if (idle.empty()) return new Machine;
+    Machine* m = idle.back();
+    idle.pop_back();
+    return m;
+}
+void give_back(Machine* m) {
+    std::lock_guard<std::mutex> guard(idle_lock);
+    idle.push_back(m);
+}
+
 std::vector<Kernel>& kernels() {
     static std::vector<Kernel> list;
     return list;
@@ -382,14 +395,14 @@ EVG_API int evg_emulated_run(unsigned index, const uint32_t grid[3], const uint3
                      const char* args, uint64_t first, uint64_t blocks, unsigned order, char* message, size_t message_bytes) {
     using namespace evg;
     // On the heap: thread-local storage of this library is what kernels share.
-    struct Owner {
-        Machine* m = new Machine;
-        ~Owner() {
+    struct Borrow {
+        Machine* m = borrow();
+        ~Borrow() {
             machine = nullptr;
-            delete m;
+            give_back(m);
         }
-    } owner;
-    Machine& m = *owner.m;
+    } borrowed;
+    Machine& m = *borrowed.m;
     auto say = [&](const std::string& reason) {
         snprintf(message, message_bytes, "%s", reason.c_str());
         return 1;
@@ -400,6 +413,7 @@ EVG_API int evg_emulated_run(unsigned index, const uint32_t grid[3], const uint3
     if (threads == 0 || threads > MAX_THREADS) return say("a block of " + std::to_string(threads) + " threads");
     m.threads = unsigned(threads);
     if (!prepare_stacks(m)) return say("no memory for stacks");
+    m.barrier_votes = 0;
     m.shared.resize(shared_bytes + CANARY + 16);
     char* shared = m.shared.data() + (16 - reinterpret_cast<uintptr_t>(m.shared.data()) % 16) % 16;
     static const bool handler = [] {

@@ -97,7 +97,7 @@ pub trait Op: Debug + Send + Sync {
     /// Those of [`check`](Self::check) and the driver's.
     fn launch(&self, kernels: &Kernels, stream: StreamHandle) -> Result<(), KernelError> {
         self.check()?;
-        for launch in self.launches(kernels.driver().info()) {
+        for launch in self.launches(kernels.device()) {
             kernels.launch(launch.kernel, &launch.config, launch.args.as_bytes(), stream)?;
         }
         Ok(())
@@ -127,11 +127,33 @@ pub struct Call {
     pub args: Args,
 }
 
+/// Columns that a block of an elementwise kernel takes at a time.
+const PIECE: usize = 1024;
+
 impl Call {
     /// A launch of `blocks` blocks.
     fn new(blocks: usize) -> Self {
         let blocks = u32::try_from(blocks).unwrap_or(u32::MAX).max(1);
         Self { config: LaunchConfig::linear(blocks, 256), args: Args::new() }
+    }
+
+    /// A launch of enough blocks for `rows` rows of `cols` elements, where a block takes [`PIECE`] of them at a time.
+    fn pieces(rows: usize, cols: usize) -> Self {
+        // More blocks than any device runs at once are no use: kernels take further pieces in turn.
+        Self::new(rows.saturating_mul(cols.div_ceil(PIECE)).min(1 << 20))
+    }
+
+    /// Threads a block: whole warps, about one per `each` of `cols` elements, at most 1024.
+    fn threads(mut self, cols: usize, each: usize) -> Self {
+        let threads = cols.div_ceil(each).next_multiple_of(32).clamp(32, 1024);
+        self.config.block = [u32::try_from(threads).unwrap_or(1024), 1, 1];
+        self
+    }
+
+    /// Dynamic shared memory a block, in floats.
+    fn shared_floats(mut self, floats: usize) -> Self {
+        self.config.shared_bytes = u32::try_from(floats.saturating_mul(4)).unwrap_or(u32::MAX);
+        self
     }
 
     fn view(mut self, view: &TensorView) -> Self {

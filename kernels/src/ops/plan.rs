@@ -77,8 +77,9 @@ impl Plan {
     pub fn launch(&self, kernels: &Kernels, stream: StreamHandle) -> Result<(), KernelError> {
         for op in &self.ops {
             tracing::trace!(target: "evergraph::ops", op = op.name(), writes = ?op.writes(), reads = ?op.reads());
-            let call = op.call();
-            kernels.launch(op.name(), &call.config, call.args.as_bytes(), stream)?;
+            for launch in op.launches(kernels.device()) {
+                kernels.launch(launch.kernel, &launch.config, launch.args.as_bytes(), stream)?;
+            }
         }
         Ok(())
     }

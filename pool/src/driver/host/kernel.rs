@@ -52,6 +52,18 @@ impl<'a> KernelContext<'a> {
         Self { name, config, layout, args, spans }
     }
 
+    /// The kernel's name.
+    #[must_use]
+    pub fn name(&self) -> &'a str {
+        self.name
+    }
+
+    /// The packed arguments, for bodies that unpack them themselves.
+    #[must_use]
+    pub fn args(&self) -> &'a [u8] {
+        self.args
+    }
+
     /// The launch shape.
     #[must_use]
     pub fn config(&self) -> &LaunchConfig {
