@@ -22,7 +22,12 @@ macro_rules! headers {
 }
 
 /// Every source, one op a file.
-pub const SOURCES: &[Source] = sources![];
+pub const SOURCES: &[Source] = sources![
+    "add" "advance" "argmax" "attention_scores" "attention_values" "copy" "expert_sum" "fill" "glu" "kv_store" "mul"
+    "probe" "rms_norm" "rope" "router" "scale" "soft_max" "softcap"
+];
 
 /// Every header that they may include, by the name under which they do. Nothing else can be included.
-pub(super) const HEADERS: &[(&str, &str)] = headers![];
+pub(super) const HEADERS: &[(&str, &str)] = headers![
+    "cache.cuh" "common.cuh" "elementwise.cuh" "greatest.cuh"
+];

@@ -36,6 +36,12 @@ impl Op for ArgMax {
     }
 
     fn call(&self) -> Call {
-        Call::new(self.x.dim(0)).view(&self.x).stride(&self.x, 0).view(&self.out).dim(self.x.dim(0)).dim(self.x.dim(1))
+        Call::new(self.x.dim(0))
+            .threads(self.x.dim(1), 4)
+            .view(&self.x)
+            .stride(&self.x, 0)
+            .view(&self.out)
+            .dim(self.x.dim(0))
+            .dim(self.x.dim(1))
     }
 }

@@ -47,7 +47,7 @@ impl Op for Copy {
         // Fewer dimensions are leading ones of length 1.
         let axis = |view: &TensorView, from_end: usize| view.rank().checked_sub(from_end).unwrap_or(super::MAX_RANK);
         let dim = |from_end: usize| self.src.dim(axis(&self.src, from_end));
-        Call::new(self.src.rows())
+        Call::pieces(self.src.rows(), self.src.cols())
             .view(&self.src)
             .ty(&self.src)
             .stride(&self.src, axis(&self.src, 3))

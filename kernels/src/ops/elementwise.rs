@@ -22,7 +22,7 @@ fn binary_check(check: &Check, a: &TensorView, b: &TensorView, out: &TensorView)
 fn binary_call(a: &TensorView, b: &TensorView, out: &TensorView) -> Call {
     // A row for all tokens has stride 0.
     let b_axis = if b.rank() == 1 { 3 } else { 0 };
-    Call::new(a.dim(0))
+    Call::pieces(a.dim(0), a.dim(1))
         .view(a)
         .stride(a, 0)
         .view(b)
@@ -42,7 +42,14 @@ fn unary_check(check: &Check, x: &TensorView, out: &TensorView) -> Result<(), Ke
 }
 
 fn unary_call(x: &TensorView, out: &TensorView, value: f32) -> Call {
-    Call::new(x.dim(0)).view(x).stride(x, 0).view(out).stride(out, 0).dim(x.dim(0)).dim(x.dim(1)).float(value)
+    Call::pieces(x.dim(0), x.dim(1))
+        .view(x)
+        .stride(x, 0)
+        .view(out)
+        .stride(out, 0)
+        .dim(x.dim(0))
+        .dim(x.dim(1))
+        .float(value)
 }
 
 macro_rules! binary {

@@ -66,7 +66,7 @@ impl Op for ExpertSum {
 
     fn call(&self) -> Call {
         let (scale, ids) = self.expert_scale.as_ref().map_or((None, None), |(s, i)| (Some(s), Some(i)));
-        Call::new(self.y.dim(0))
+        Call::pieces(self.y.dim(0), self.y.dim(2))
             .view(&self.y)
             .stride(&self.y, 0)
             .stride(&self.y, 1)

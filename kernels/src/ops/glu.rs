@@ -58,7 +58,7 @@ impl Op for Glu {
     fn call(&self) -> Call {
         let inner = if self.gate.rank() == 3 { 1 } else { 3 };
         let slots = if self.gate.rank() == 3 { self.gate.dim(1) } else { 1 };
-        Call::new(self.gate.rows())
+        Call::pieces(self.gate.rows(), self.gate.cols())
             .view(&self.gate)
             .stride(&self.gate, 0)
             .stride(&self.gate, inner)

@@ -59,7 +59,7 @@ impl Op for KvStore {
         let heads = if self.src.rank() == 3 { self.src.dim(1) } else { 1 };
         // Two dimensions are one head of all columns.
         let inner = if self.src.rank() == 3 { 1 } else { 3 };
-        Call::new(self.src.dim(0))
+        Call::pieces(self.src.dim(0), heads.saturating_mul(self.src.cols()))
             .view(&self.src)
             .stride(&self.src, 0)
             .stride(&self.src, inner)

@@ -81,6 +81,7 @@ impl Op for RmsNorm {
         };
         let residual = self.residual.as_ref();
         let call = Call::new(self.x.rows())
+            .threads(self.x.cols(), 4)
             .view(&self.x)
             .optional(self.weight.as_ref())
             .optional(residual)

@@ -118,8 +118,14 @@ impl Op for Rope {
 
     fn call(&self) -> Call {
         let yarn = self.yarn.unwrap_or(Yarn { factor: 1.0, original_context: 0, beta_fast: 32.0, beta_slow: 1.0 });
-        Call::new(self.x.dim(0))
-            .view(&self.x)
+        // A single token's heads are spread over blocks, which then compute the same turns; with many tokens each
+        // block computes them once for all heads.
+        let mut call = Call::new(self.x.dim(0));
+        call.config.grid[1] = match self.x.dim(0) {
+            0..64 => u32::try_from(self.x.dim(1).div_ceil(4)).unwrap_or(u32::MAX).min(64),
+            _ => 1,
+        };
+        call.view(&self.x)
             .stride(&self.x, 0)
             .stride(&self.x, 1)
             .view(&self.positions)

@@ -22,7 +22,7 @@ pub enum Scoring {
 /// of the best groups compete; a group counts the sum of its two greatest `s + bias`.
 #[derive(Clone, Debug)]
 pub struct Router {
-    /// `[T, E]` F32.
+    /// `[T, E]` F32, at most 4096 experts.
     pub logits: TensorView,
     /// `[E]` F32, added for the choice only.
     pub bias: Option<TensorView>,
@@ -39,6 +39,9 @@ pub struct Router {
     /// Factor of the weights.
     pub scale: f32,
 }
+
+/// Scores, ranks and sums of groups of a token fit the shared memory that every device has.
+const MAX_EXPERTS: usize = 4096;
 
 impl Op for Router {
     fn name(&self) -> &'static str {
@@ -58,6 +61,7 @@ impl Op for Router {
         check.rank("logits", &self.logits, &["T", "E"])?;
         check.f32("logits", &self.logits)?;
         let (tokens, experts) = (self.logits.dim(0), self.logits.dim(1));
+        check.parameter(experts <= MAX_EXPERTS, "experts", experts, "at most 4096")?;
         check.rank("ids", &self.ids, &["T", "K"])?;
         check.i32("ids", &self.ids)?;
         check.contiguous("ids", &self.ids)?;
@@ -87,7 +91,11 @@ impl Op for Router {
 
     fn call(&self) -> Call {
         let (groups, groups_used) = self.groups.unwrap_or((1, 1));
+        // One warp a token; scores, ranks and sums of groups are in shared memory.
+        let experts = self.logits.dim(1);
         Call::new(self.logits.dim(0))
+            .threads(1, 1)
+            .shared_floats(2 * experts + groups as usize)
             .view(&self.logits)
             .stride(&self.logits, 0)
             .optional(self.bias.as_ref())

@@ -101,6 +101,7 @@ impl Op for Sample {
 
     fn call(&self) -> Call {
         Call::new(1)
+            .threads(1024, 1)
             .view(&self.logits)
             .dim(self.logits.dim(0))
             .view(&self.state)

@@ -38,6 +38,7 @@ impl Op for SoftMax {
 
     fn call(&self) -> Call {
         Call::new(self.x.rows())
+            .threads(self.x.dim(2), 4)
             .view(&self.x)
             .stride(&self.x, 0)
             .stride(&self.x, 1)

@@ -1,0 +1,44 @@
+#include "common.cuh"
+
+// out = residual + scale * x / sqrt(mean(x^2) + eps) * weight, one block a row. The output may be x or the residual: each
+// thread reads what it writes first, and the sum is complete before anything is written.
+EVG_KERNEL(rms_norm, EVG_BOUNDS(1024))(const char* x, const char* weight, const char* residual, char* out, u32 tokens, u32 heads, u32 cols,
+    u64 x_stride, u64 x_head, u64 residual_stride, u64 residual_head, u64 out_stride, u64 out_head, float eps, float scale) {
+    const u32 threads = block_threads();
+    for (u64 row = blockIdx.x; row < u64(tokens) * heads; row += gridDim.x) {
+        const u32 t = u32(row / heads), h = u32(row % heads);
+        const float* from = at<float>(x, t * x_stride + h * x_head);
+        const float* add = residual ? at<float>(residual, t * residual_stride + h * residual_head) : nullptr;
+        const float* w = reinterpret_cast<const float*>(weight);
+        float* to = at<float>(out, t * out_stride + h * out_head);
+        const bool wide = aligned16(from) && aligned16(to) && aligned16(add) && aligned16(w);
+        const u32 whole = wide ? cols / 4 * 4 : 0;
+        float sum = 0.0f;
+        for (u32 i = 4 * threadIdx.x; i < whole; i += 4 * threads) {
+            const float4 v = *reinterpret_cast<const float4*>(from + i);
+            sum = fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, fmaf(v.w, v.w, sum))));
+        }
+        for (u32 i = whole + threadIdx.x; i < cols; i += threads) sum = fmaf(from[i], from[i], sum);
+        sum = block_sum(sum);
+        const float factor = scale / sqrtf(sum / float(cols) + eps);
+        for (u32 i = 4 * threadIdx.x; i < whole; i += 4 * threads) {
+            float4 v = *reinterpret_cast<const float4*>(from + i);
+            v = make_float4(v.x * factor, v.y * factor, v.z * factor, v.w * factor);
+            if (w) {
+                const float4 m = *reinterpret_cast<const float4*>(w + i);
+                v = make_float4(v.x * m.x, v.y * m.y, v.z * m.z, v.w * m.w);
+            }
+            if (add) {
+                const float4 r = *reinterpret_cast<const float4*>(add + i);
+                v = make_float4(v.x + r.x, v.y + r.y, v.z + r.z, v.w + r.w);
+            }
+            *reinterpret_cast<float4*>(to + i) = v;
+        }
+        for (u32 i = whole + threadIdx.x; i < cols; i += threads) {
+            float v = from[i] * factor;
+            if (w) v *= w[i];
+            if (add) v += add[i];
+            to[i] = v;
+        }
+    }
+}
