@@ -7,6 +7,7 @@
 pub mod chat;
 pub mod cli;
 pub mod demo;
+pub mod device;
 pub mod engine;
 mod error;
 pub mod gguf;

@@ -415,9 +415,24 @@ fn a_missing_device_ends_with_status_3() {
         eprintln!("skipped: there is a device");
         return;
     }
-    let talk = fails(&["run", "-m", &data("gemma3.gguf"), "-p", "x", "--device", "cuda"], 3);
-    assert!(talk.contains("libcuda") || talk.contains("driver"), "{talk}");
-    fails(&["logits", "-m", &data("gemma3.gguf"), "--tokens", "2", "--device", "cuda:3"], 3);
+    let model = data("gemma3.gguf");
+    let commands: &[&[&str]] = &[
+        &["run", "-m", &model, "-p", "x"],
+        &["logits", "-m", &model, "--tokens", "2"],
+        &["perplexity", "-m", &model, "-f", concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml")],
+        &["demo"],
+        &["scenario", "aba"],
+        &["stress", "--steps", "10"],
+    ];
+    for words in commands {
+        for device in ["cuda", "cuda:3"] {
+            let talk = fails(&[words, &["--device", device][..]].concat(), 3);
+            let whole: Vec<&str> = talk.split_whitespace().collect();
+            let whole = whole.join(" ");
+            assert!(whole.contains("NVIDIA driver"), "{words:?}: what is missing: {talk}");
+            assert!(whole.contains("install") && whole.contains("--device host"), "{words:?}: what to do: {talk}");
+        }
+    }
 }
 
 #[test]

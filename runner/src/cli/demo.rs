@@ -1,6 +1,6 @@
 //! `evergraph demo`: stale graphs and their repair, told as it happens.
 
-use super::device::{Kind, choose};
+use super::device::choose;
 use super::flags::{DeviceFlags, PoolChoice, Switch};
 use super::output::Output;
 use crate::demo::{self, Settings};
@@ -20,8 +20,8 @@ pub(super) struct Flags {
 
 pub(super) fn run(flags: &Flags, out: &mut Output) -> Result<()> {
     // The demo brings a card of its own; a real one has to be asked for, and is refused where there is none.
-    let kind = choose(flags.device.device.as_deref().or(Some("host")))?;
-    if kind != Kind::Host {
+    let device = choose(flags.device.device.as_deref().or(Some("host")))?;
+    if !device.is_host() {
         return Err(Error::argument("--device", "host (the demo makes its own small card)", "cuda"));
     }
     if let Some(threads) = flags.device.threads {

@@ -1,10 +1,15 @@
 //! `evergraph doctor`: what is there, what is missing, how to get it.
 
+use std::path::PathBuf;
+
+use evergraph_pool::driver::DeviceInfo;
+use evergraph_pool::driver::cuda::{self, Survey};
 use serde_json::{Value, json};
 
-use super::device::{CudaProbe, find_library};
+use super::device::{find_library, kernel_driver, kernels_missing};
 use super::output::Output;
 use super::size::format_size;
+use crate::device;
 use crate::error::Result;
 
 #[derive(Debug, clap::Args)]
@@ -14,57 +19,127 @@ pub(super) struct Flags {
     pub(super) json: bool,
 }
 
+/// A library that CUDA devices are used with.
+struct Library {
+    name: &'static str,
+    files: &'static [&'static str],
+    /// What it is for.
+    does: &'static str,
+    /// Where it comes from.
+    get: &'static str,
+}
+
+const LIBRARIES: &[Library] = &[
+    Library {
+        name: "nvrtc",
+        files: &["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"],
+        does: "compiles the kernels for a device at first use",
+        get: "pip install nvidia-cuda-nvrtc (and its lib folder in LD_LIBRARY_PATH), or the CUDA toolkit",
+    },
+    Library {
+        name: "cublas",
+        files: &["libcublas.so.13", "libcublas.so.12", "libcublas.so"],
+        does: "not used yet",
+        get: "pip install nvidia-cublas, or the CUDA toolkit",
+    },
+    Library {
+        name: "nccl",
+        files: &["libnccl.so.2", "libnccl.so"],
+        does: "not used yet",
+        get: "pip install nvidia-nccl-cu13, or NVIDIA's packages",
+    },
+];
+
 pub(super) fn run(_flags: &Flags, out: &mut Output) -> Result<()> {
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let memory = memory_bytes();
-    let probe = CudaProbe::new();
-    let missing = probe.missing();
-    let libraries: Vec<(&str, Option<String>)> = [
-        ("nvrtc", &["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"][..]),
-        ("cublas", &["libcublas.so.13", "libcublas.so.12", "libcublas.so"]),
-        ("nccl", &["libnccl.so.2", "libnccl.so"]),
-    ]
-    .into_iter()
-    .map(|(name, files)| (name, files.iter().find_map(|file| find_library(file))))
-    .collect();
+    let survey = cuda::survey();
+    let libraries: Vec<(&Library, Option<PathBuf>)> =
+        LIBRARIES.iter().map(|l| (l, l.files.iter().find_map(|file| find_library(file)))).collect();
+    out.document(&document(&survey, &libraries))?;
 
-    let mut document = json!({
-        "version": env!("CARGO_PKG_VERSION"),
-        "devices": [{
-            "backend": "host",
-            "name": "host device (CPU)",
-            "usable": true,
-            "vmm": true,
-            "threads": cores,
-            "memory_bytes": memory,
-        }],
-        "cuda": {
-            "kernel_driver": probe.kernel_driver,
-            "library": probe.library,
-            "usable": missing.is_none(),
-            "missing": missing.as_ref().map(|(what, _)| what),
-        },
-    });
-    for (name, path) in &libraries {
-        document[*name] = path.as_ref().map_or(Value::Null, |path| json!(path));
-    }
-    out.document(&document)?;
-
+    let (threads, memory) = (threads(), memory_bytes().unwrap_or(0));
     out.line(format!("evergraph {}", env!("CARGO_PKG_VERSION")))?;
-    out.line(format!("  ok       host device: {cores} threads, {} of memory, VMM", format_size(memory.unwrap_or(0))))?;
-    match &missing {
-        None => out.line("  ok       cuda")?,
-        Some((what, advice)) => out.line(format!("  missing  cuda: {what}\n           until then: {advice}"))?,
+    out.line(format!("  ok       host: {threads} threads, {} of memory, VMM", format_size(memory)))?;
+    for info in &survey.devices {
+        let (major, minor) = info.compute_capability;
+        out.line(format!(
+            "  ok       cuda:{}: {}, compute capability {major}.{minor}, {} multiprocessors, {} of memory, {}",
+            info.ordinal.0,
+            info.name,
+            info.multiprocessors,
+            format_size(info.total_bytes as u64),
+            if info.vmm { "VMM" } else { "no VMM (--pool slab)" },
+        ))?;
     }
-    for (name, path) in &libraries {
+    match &survey.missing {
+        Some(missing) => {
+            out.line(format!("  missing  cuda: {missing}\n           to get it: {}", device::advice(missing)))?;
+        }
+        None => {
+            let (major, minor) = survey.driver_version.unwrap_or_default();
+            out.line(format!("  ok       cuda driver: speaks CUDA {major}.{minor}"))?;
+            if let Some((what, advice)) = kernels_missing() {
+                out.line(format!("  missing  cuda kernels: {what}\n           to get it: {advice}"))?;
+            }
+        }
+    }
+    for (library, path) in &libraries {
+        let Library { name, does, get, .. } = library;
         match path {
-            Some(path) => out.line(format!("  ok       {name}: {path}"))?,
-            None => out.line(format!(
-                "  missing  {name}: only needed on cuda; it comes with the CUDA toolkit or NVIDIA's pip wheels"
-            ))?,
+            Some(path) => out.line(format!("  ok       {name}: {} ({does})", path.display()))?,
+            None => out.line(format!("  missing  {name}: {does}; only for cuda\n           to get it: {get}"))?,
         }
     }
     Ok(())
+}
+
+fn document(survey: &Survey, libraries: &[(&Library, Option<PathBuf>)]) -> Value {
+    let kernels = kernels_missing();
+    let usable = survey.missing.is_none() && kernels.is_none();
+    let mut devices = vec![json!({
+        "backend": "host",
+        "ordinal": 0,
+        "name": "host device (CPU)",
+        "usable": true,
+        "vmm": true,
+        "threads": threads(),
+        "memory_bytes": memory_bytes(),
+    })];
+    devices.extend(survey.devices.iter().map(|info| cuda_device(info, usable)));
+    let missing = survey.missing.as_ref().map(|m| (m.to_string(), device::advice(m).to_owned())).or(kernels);
+    let mut document = json!({
+        "version": env!("CARGO_PKG_VERSION"),
+        "devices": devices,
+        "cuda": {
+            "kernel_driver": kernel_driver(),
+            "library": find_library("libcuda.so.1"),
+            "driver_version": survey.driver_version.map(|(major, minor)| format!("{major}.{minor}")),
+            "usable": usable,
+            "missing": missing.as_ref().map(|(what, _)| what),
+            "advice": missing.as_ref().map(|(_, advice)| advice),
+        },
+    });
+    for (library, path) in libraries {
+        document[library.name] = path.as_ref().map_or(Value::Null, |path| json!(path));
+    }
+    document
+}
+
+fn cuda_device(info: &DeviceInfo, usable: bool) -> Value {
+    let (major, minor) = info.compute_capability;
+    json!({
+        "backend": info.backend,
+        "ordinal": info.ordinal.0,
+        "name": info.name,
+        "usable": usable,
+        "vmm": info.vmm,
+        "compute_capability": format!("{major}.{minor}"),
+        "multiprocessors": info.multiprocessors,
+        "memory_bytes": info.total_bytes,
+    })
+}
+
+fn threads() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
 }
 
 /// Memory of this machine that is free or can be freed, bytes.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use clap::{Args, ValueEnum};
 use serde_json::{Value, json};
 
-use super::device::{self, Kind};
+use super::device::choose;
 use super::output::say;
 use super::size::{format_size, parse_size};
 use crate::engine::{KvType, PoolConfig, PoolMode, Runtime, RuntimeConfig, SessionConfig};
@@ -89,7 +89,7 @@ pub(super) struct DeviceFlags {
 impl DeviceFlags {
     /// Takes the device and says which.
     pub(super) fn open(&self) -> Result<Arc<Runtime>> {
-        let kind = device::choose(self.device.as_deref())?;
+        let device = choose(self.device.as_deref())?;
         if self.devices > 1 {
             return Err(Error::Unsupported {
                 what: "a model on several devices",
@@ -104,19 +104,11 @@ impl DeviceFlags {
         });
         pool.limit_bytes = self.mem_limit;
         let config = RuntimeConfig { pool, graphs: self.graphs == Switch::On, ..RuntimeConfig::default() };
-        let runtime = match kind {
-            Kind::Host => Runtime::host(config)?,
-            Kind::Cuda(number) => {
-                return Err(Error::NoDevice {
-                    asked: format!("cuda:{number}"),
-                    found: "no CUDA back end in this version".to_owned(),
-                    advice: "--device host".to_owned(),
-                });
-            }
-        };
+        let runtime = Runtime::on(&device, config)?;
         let limit = self.mem_limit.map_or_else(String::new, |bytes| format!(", limit {}", format_size(bytes as u64)));
         let graphs = if self.graphs == Switch::On { "on" } else { "off" };
-        say(format!("device: host, {threads} threads; pool: {}{limit}; graphs: {graphs}", runtime.pool().mode()));
+        let on = if device.is_host() { format!("host, {threads} threads") } else { device.to_string() };
+        say(format!("device: {on}; pool: {}{limit}; graphs: {graphs}", runtime.pool().mode()));
         Ok(Arc::new(runtime))
     }
 }
@@ -199,8 +191,11 @@ impl EngineFlags {
 
     /// What stands in every JSON document.
     pub(super) fn json(&self, runtime: &Runtime) -> Value {
+        let info = runtime.pool().driver().info();
         json!({
-            "device": runtime.pool().driver().info().backend,
+            "device": info.backend,
+            "ordinal": info.ordinal.0,
+            "device_name": info.name,
             "act": "f32",
             "cache_type_k": self.cache_type_k.name(),
             "cache_type_v": self.cache_type_v.name(),

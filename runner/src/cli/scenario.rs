@@ -3,7 +3,7 @@
 use evergraph_pool::PoolMode;
 use serde_json::json;
 
-use super::device::{Kind, choose};
+use super::device::choose;
 use super::flags::PoolChoice;
 use super::output::Output;
 use crate::error::{Error, Result};
@@ -26,9 +26,10 @@ pub(super) struct Flags {
 }
 
 pub(super) fn run(flags: &Flags, out: &mut Output) -> Result<()> {
-    if let Kind::Cuda(number) = choose(Some(&flags.device))? {
+    let device = choose(Some(&flags.device))?;
+    if !device.is_host() {
         return Err(Error::NoDevice {
-            asked: format!("cuda:{number}"),
+            asked: device.to_string(),
             found: "scenarios are told on the host device".to_owned(),
             advice: "--device host".to_owned(),
         });

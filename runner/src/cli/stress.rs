@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde_json::json;
 
-use super::device::{Kind, choose};
+use super::device::choose;
 use super::flags::{PoolChoice, Switch};
 use super::output::Output;
 use super::scenario::mode;
@@ -40,9 +40,10 @@ pub(super) struct Flags {
 }
 
 pub(super) fn run(flags: &Flags, out: &mut Output) -> Result<()> {
-    if let Kind::Cuda(number) = choose(Some(&flags.device))? {
+    let device = choose(Some(&flags.device))?;
+    if !device.is_host() {
         return Err(Error::NoDevice {
-            asked: format!("cuda:{number}"),
+            asked: device.to_string(),
             found: "stress runs on the host device".to_owned(),
             advice: "--device host".to_owned(),
         });

@@ -46,15 +46,17 @@ fn the_grammar_is_sound() {
 
 #[test]
 fn a_device_is_chosen_or_named_as_missing() {
-    use device::{Kind, choose};
-    assert_eq!(choose(Some("host")).unwrap(), Kind::Host);
+    use device::choose;
+    assert!(choose(Some("host")).unwrap().is_host());
     for text in ["", "gpu", "cuda:", "cuda:x", "cuda0", "cuda:-1"] {
         assert_eq!(choose(Some(text)).unwrap_err().exit_status(), 2, "{text:?}");
     }
-    if device::CudaProbe::new().missing().is_some() {
+    if let Some(missing) = evergraph_pool::driver::cuda::survey().missing {
         let error = choose(Some("cuda:1")).unwrap_err();
         assert_eq!(error.exit_status(), 3);
-        assert!(error.to_string().contains("cuda:1"), "{error}");
-        assert_eq!(choose(None).unwrap(), Kind::Host);
+        let (what, advice) = error.parts();
+        assert!(what.contains("cuda:1") && what.contains(&missing.to_string()), "{error}");
+        assert!(advice.is_some_and(|advice| advice.contains("driver") && advice.contains("--device host")), "{error}");
+        assert!(choose(None).unwrap().is_host());
     }
 }

@@ -4,12 +4,13 @@ use std::sync::Arc;
 
 use evergraph_graphcache::{CacheConfig, Counters, GraphCache, GraphKey, Outcome, Request};
 use evergraph_kernels::Kernels;
-use evergraph_pool::driver::host::{HostConfig, HostDevice};
+use evergraph_pool::driver::host::HostConfig;
 use evergraph_pool::driver::{DeviceOrdinal, DynDriver};
 use evergraph_pool::{Pool, ScratchPolicy, Stream, Tracked, Use};
 pub use evergraph_pool::{PoolConfig, PoolMode};
 
 use super::step::Step;
+use crate::device::Device;
 use crate::error::Result;
 
 /// How a device's memory and graphs are set up.
@@ -51,7 +52,15 @@ impl Runtime {
     /// # Errors
     /// Those of the driver and the pool.
     pub fn host(config: RuntimeConfig) -> Result<Self> {
-        Self::new(HostDevice::new(HostConfig::default())?, config)
+        Self::on(&Device::host(), config)
+    }
+
+    /// Takes a device that was chosen.
+    ///
+    /// # Errors
+    /// Those of the driver and the pool.
+    pub fn on(device: &Device, config: RuntimeConfig) -> Result<Self> {
+        Self::new(device.driver(HostConfig::default())?, config)
     }
 
     /// Takes a device by its driver.

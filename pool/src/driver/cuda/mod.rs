@@ -53,6 +53,7 @@ use cuda;
 const REQUIRED: &[&str] = &[
     "cuInit",
     "cuGetErrorName",
+    "cuDriverGetVersion",
     "cuDeviceGet",
     "cuDeviceGetCount",
     "cuDeviceGetName",
@@ -163,35 +164,99 @@ pub fn is_present() -> bool {
     unsafe { sys::is_culib_present() }
 }
 
-/// How many devices there are; 0 without a driver.
-#[must_use]
-pub fn device_count() -> u32 {
-    if open_library(DeviceOrdinal(0)).is_err() {
-        return 0;
-    }
-    let mut count = 0;
-    // SAFETY: the symbol is there, `count` is live.
-    let status = unsafe { sys::cuDeviceGetCount(&raw mut count) };
-    if status as u32 == 0 { count.max(0) as u32 } else { 0 }
+/// What there is of CUDA on this machine, found without taking a device.
+#[derive(Clone, Debug, Default)]
+#[non_exhaustive]
+pub struct Survey {
+    /// The newest CUDA that the driver speaks, as (major, minor).
+    pub driver_version: Option<(u32, u32)>,
+    /// The devices, by number.
+    pub devices: Vec<DeviceInfo>,
+    /// Why no device can be used, if none can.
+    pub missing: Option<Missing>,
 }
 
-/// Loads the library, looks for every function that will be called, and initialises the driver.
-fn open_library(ordinal: DeviceOrdinal) -> DriverResult<()> {
-    const CALL: &str = "open";
-    let missing = |name: String| Err(DriverError::new(CALL, ordinal, DriverErrorKind::Other { code: 0, name }));
+/// Why no CUDA device can be used.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Missing {
+    /// The driver library can not be loaded.
+    Library,
+    /// The driver library lacks this function: it is too old.
+    Function(&'static str),
+    /// The driver would not start, in its own words.
+    Start(String),
+    /// It started, and has no device.
+    Device,
+}
+
+impl std::fmt::Display for Missing {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Library => f.write_str("libcuda not found: no NVIDIA driver on the loader's path"),
+            Self::Function(name) => write!(f, "libcuda has no {name}: the driver is older than 12.4"),
+            Self::Start(why) => write!(f, "the NVIDIA driver does not start: {why}"),
+            Self::Device => f.write_str("the NVIDIA driver has no device"),
+        }
+    }
+}
+
+/// Looks around.
+#[must_use]
+pub fn survey() -> Survey {
+    let mut survey = Survey { missing: missing(), ..Survey::default() };
+    if survey.missing.as_ref().is_some_and(|missing| *missing != Missing::Device) {
+        return survey;
+    }
+    let mut version = 0;
+    // SAFETY: the symbol is there (`missing` looked for it), `version` is live.
+    if unsafe { sys::cuDriverGetVersion(&raw mut version) } as u32 == 0 && version > 0 {
+        survey.driver_version = Some((version as u32 / 1000, version as u32 % 1000 / 10));
+    }
+    for ordinal in 0..count() {
+        match describe(ordinal) {
+            Ok((_, info)) => survey.devices.push(info),
+            Err(error) => survey.missing = Some(Missing::Start(error.to_string())),
+        }
+    }
+    survey
+}
+
+/// What is missing before there can be a device; the driver is started.
+fn missing() -> Option<Missing> {
     if !is_present() {
-        return missing("libcuda not found: no NVIDIA driver on the loader's path".to_owned());
+        return Some(Missing::Library);
     }
     for name in REQUIRED {
         // SAFETY: only the presence of the symbol is asked for; it is not called under this type.
         let found = unsafe { sys::culib().get::<unsafe extern "C" fn()>(name.as_bytes()) };
         if found.is_err() {
-            return missing(format!("libcuda has no {name}: the driver is older than 12.4"));
+            return Some(Missing::Function(name));
         }
     }
     // SAFETY: the symbol is there; initialising twice is allowed.
     let status = unsafe { sys::cuInit(0) };
-    error::check(CALL, ordinal, status)
+    match error::check("open", DeviceOrdinal(0), status) {
+        // CUDA_ERROR_NO_DEVICE.
+        Err(_) if status as u32 == 100 => Some(Missing::Device),
+        Err(error) => Some(Missing::Start(error.kind.to_string())),
+        Ok(()) if count() == 0 => Some(Missing::Device),
+        Ok(()) => None,
+    }
+}
+
+/// How many devices a driver that was started has.
+fn count() -> u32 {
+    let mut count = 0;
+    // SAFETY: callers have started the driver, so the symbol is there; `count` is live.
+    let status = unsafe { sys::cuDeviceGetCount(&raw mut count) };
+    if status as u32 == 0 { count.max(0) as u32 } else { 0 }
+}
+
+/// How many devices there are; 0 without a driver.
+#[must_use]
+pub fn device_count() -> u32 {
+    if missing().is_some() { 0 } else { count() }
 }
 
 impl CudaDevice {
@@ -203,31 +268,15 @@ impl CudaDevice {
     pub fn open(ordinal: u32) -> DriverResult<Arc<Self>> {
         const CALL: &str = "open";
         let number = DeviceOrdinal(ordinal);
-        open_library(number)?;
-        if ordinal >= device_count() {
+        if let Some(missing) = missing() {
+            let kind = DriverErrorKind::Other { code: 0, name: missing.to_string() };
+            return Err(DriverError::new(CALL, number, kind));
+        }
+        if ordinal >= count() {
             return Err(DriverError::new(CALL, number, DriverErrorKind::InvalidValue("no such device")));
         }
         let probe = Probe(number);
-        let mut device = 0;
-        cuda!(probe, CALL, cuDeviceGet(&raw mut device, ordinal as i32))?;
-        let mut total_bytes = 0;
-        cuda!(probe, CALL, cuDeviceTotalMem_v2(&raw mut total_bytes, device))?;
-        let mut name = [0u8; 256];
-        cuda!(probe, CALL, cuDeviceGetName(name.as_mut_ptr().cast(), name.len() as i32, device))?;
-        let name = std::ffi::CStr::from_bytes_until_nul(&name).map(|n| n.to_string_lossy().into_owned());
-        let attribute = |which: sys::CUdevice_attribute| -> DriverResult<u32> {
-            let mut value = 0;
-            cuda!(probe, CALL, cuDeviceGetAttribute(&raw mut value, which, device))?;
-            Ok(value.max(0) as u32)
-        };
-        use sys::CUdevice_attribute as Attribute;
-        let vmm = attribute(Attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)? != 0;
-        let mut info = DeviceInfo::new(number, "cuda", name.unwrap_or_default(), total_bytes, vmm);
-        info.multiprocessors = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
-        info.compute_capability = (
-            attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
-            attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
-        );
+        let (device, info) = describe(ordinal)?;
         let mut context = std::ptr::null_mut();
         cuda!(probe, CALL, cuDevicePrimaryCtxRetain(&raw mut context, device))?;
         Ok(Arc::new(Self {
@@ -311,6 +360,34 @@ impl CudaDevice {
         peers.push((device, Context(context)));
         Ok(context)
     }
+}
+
+/// A device by number, of a driver that was started.
+fn describe(ordinal: u32) -> DriverResult<(sys::CUdevice, DeviceInfo)> {
+    const CALL: &str = "open";
+    let number = DeviceOrdinal(ordinal);
+    let probe = Probe(number);
+    let mut device = 0;
+    cuda!(probe, CALL, cuDeviceGet(&raw mut device, ordinal as i32))?;
+    let mut total_bytes = 0;
+    cuda!(probe, CALL, cuDeviceTotalMem_v2(&raw mut total_bytes, device))?;
+    let mut name = [0u8; 256];
+    cuda!(probe, CALL, cuDeviceGetName(name.as_mut_ptr().cast(), name.len() as i32, device))?;
+    let name = std::ffi::CStr::from_bytes_until_nul(&name).map(|n| n.to_string_lossy().into_owned());
+    let attribute = |which: sys::CUdevice_attribute| -> DriverResult<u32> {
+        let mut value = 0;
+        cuda!(probe, CALL, cuDeviceGetAttribute(&raw mut value, which, device))?;
+        Ok(value.max(0) as u32)
+    };
+    use sys::CUdevice_attribute as Attribute;
+    let vmm = attribute(Attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)? != 0;
+    let mut info = DeviceInfo::new(number, "cuda", name.unwrap_or_default(), total_bytes, vmm);
+    info.multiprocessors = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+    info.compute_capability = (
+        attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+        attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+    );
+    Ok((device, info))
 }
 
 /// Status checks before there is a device.
