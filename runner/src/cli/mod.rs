@@ -14,6 +14,7 @@ mod detokenize;
 mod doctor;
 mod info;
 mod logits;
+mod ops;
 mod perplexity;
 mod run;
 mod scenario;
@@ -56,6 +57,8 @@ enum Command {
     Tokenize(tokenize::Flags),
     /// Turn token ids into text
     Detokenize(detokenize::Flags),
+    /// Compare every op on a device with its CPU body
+    Ops(ops::Flags),
     /// Tell the narrated cases of stale graphs and lost memory, with checks
     Scenario(scenario::Flags),
     /// Random steps against a plain model of what must be true
@@ -74,6 +77,7 @@ impl Command {
             Self::Info(flags) => info::run(&flags, &mut Output::new(flags.json)),
             Self::Tokenize(flags) => tokenize::run(&flags, &mut Output::new(flags.json)),
             Self::Detokenize(flags) => detokenize::run(&flags, &mut Output::new(flags.json)),
+            Self::Ops(flags) => ops::run(&flags, &mut Output::of_a_verdict(flags.json)),
             Self::Scenario(flags) => scenario::run(&flags, &mut Output::of_a_verdict(flags.json)),
             Self::Stress(flags) => stress::run(&flags, &mut Output::of_a_verdict(flags.json)),
             Self::Doctor(flags) => doctor::run(&flags, &mut Output::new(flags.json)),
