@@ -42,6 +42,10 @@ impl Shared {
         }
     }
 
+    pub(crate) fn free_bytes(&self, purpose: Purpose) -> usize {
+        self.lock().heaps[purpose.index()].stats().free_bytes as usize
+    }
+
     pub(crate) fn reset_peaks(&self) {
         let mut state = self.lock();
         let tally = &mut state.tally;

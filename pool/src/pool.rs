@@ -221,6 +221,18 @@ impl Pool {
         self.shared().stats()
     }
 
+    /// Free memory with pages behind, for one purpose, bytes. Looks at every block.
+    #[must_use]
+    pub fn free_bytes(&self, purpose: Purpose) -> usize {
+        self.shared().free_bytes(purpose)
+    }
+
+    /// Bytes of one physical chunk (vmm); `None` in slab mode.
+    #[must_use]
+    pub fn chunk_bytes(&self) -> Option<usize> {
+        (self.mode() == PoolMode::Vmm).then_some(self.shared().chunk_bytes as usize)
+    }
+
     /// Starts the peaks anew.
     pub fn reset_peak_stats(&self) {
         self.shared().reset_peaks();
