@@ -3,10 +3,11 @@
 use std::fmt;
 use std::sync::Arc;
 
+use evergraph_pool::driver::ExecHandle;
 use evergraph_pool::mutant;
 use parking_lot::Mutex;
 
-use crate::cost::Costs;
+use crate::cost::{Costs, StepTimes};
 use crate::counters::Tally;
 use crate::entry::{Entry, State};
 use crate::graph::Graph;
@@ -53,6 +54,8 @@ impl fmt::Debug for GraphCache {
 #[derive(Clone, PartialEq, Debug)]
 #[non_exhaustive]
 pub struct GraphInfo {
+    /// The driver's handle, for logs, profilers and measurements: a launch of it goes around every check.
+    pub exec: ExecHandle,
     /// Nodes, children's included.
     pub nodes: usize,
     /// What it keeps to itself, bytes.
@@ -141,6 +144,12 @@ impl GraphCache {
         self.0.tally.snapshot()
     }
 
+    /// What each step of captures and repairs took when it was last done.
+    #[must_use]
+    pub fn step_times(&self) -> StepTimes {
+        self.0.costs.times()
+    }
+
     /// Number of entries, those still warming up included.
     #[must_use]
     pub fn len(&self) -> usize {
@@ -167,6 +176,7 @@ impl GraphCache {
         let state = slot.state.as_ref()?;
         let graph = state.graph.as_ref()?;
         Some(GraphInfo {
+            exec: graph.exec.handle,
             nodes: graph.exec.shape.nodes.len(),
             bytes: graph.bytes,
             dependencies: graph.parts.iter().map(|p| p.registration.dependencies().len()).sum(),

@@ -90,4 +90,11 @@ impl CacheConfig {
         self.mode = mode;
         self
     }
+
+    /// Sets what things cost.
+    #[must_use]
+    pub fn costs(mut self, costs: CostTable) -> Self {
+        self.costs = costs;
+        self
+    }
 }

@@ -244,11 +244,6 @@ impl Graph {
         drop(parts);
         exec
     }
-
-    /// Bytes that must be given pages by a remap.
-    pub(crate) fn unbacked_bytes(stale: &[Stale]) -> usize {
-        stale.iter().flat_map(|s| &s.bad).map(|bad| bad.dependency.bytes).sum()
-    }
 }
 
 /// A call that ends something is tried again: nobody else will. Silent, since drops have nobody to tell.

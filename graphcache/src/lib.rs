@@ -77,7 +77,7 @@ mod seal;
 pub use cache::{GraphCache, GraphInfo};
 pub use config::CacheConfig;
 pub use contents::{Contents, Word};
-pub use cost::CostTable;
+pub use cost::{CostTable, StepTimes};
 pub use counters::Counters;
 pub use error::CacheError;
 pub use key::GraphKey;

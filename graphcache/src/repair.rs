@@ -5,12 +5,12 @@ use std::time::Instant;
 
 use evergraph_pool::driver::{DevicePtr, DriverError, DriverResult, UpdateResult};
 use evergraph_pool::handshake::{Launcher, Proven};
-use evergraph_pool::{Dependent, Hold, Registration, ScratchPolicy, Stale, mutant};
+use evergraph_pool::{Dependent, Hold, Pool, Purpose, Registration, ScratchPolicy, Stale, mutant};
 use smallvec::SmallVec;
 
 use crate::cache::Inner;
 use crate::capture::{Captured, Failure, Setup, capture};
-use crate::cost::Step;
+use crate::cost::{Case, Pages, Repair, Step};
 use crate::entry::CheckedOut;
 use crate::graph::{Exec, Graph, Handle, Part, Recipe, only_retiring};
 use crate::outcome::{Cause, Outcome, Ran};
@@ -132,54 +132,70 @@ impl<E: From<CacheError>> Run<'_, '_, E> {
             cause = Some(Cause::Stale(stale));
             let Some(cause) = &cause else { break };
             match self.cheapest(cause, remap) {
-                Step::Remap => match self.remap() {
+                Repair::Remap => match self.remap() {
                     Ok(()) => ran = Ran::Remapped,
                     Err(error) => {
                         tracing::debug!(%error, "no remap");
                         return self.recapture(cause.clone());
                     }
                 },
-                Step::Eager => return self.eager(Cause::Cheaper),
-                _ => return self.recapture(cause.clone()),
+                Repair::Eager => return self.eager(Cause::Cheaper),
+                Repair::Capture => return self.recapture(cause.clone()),
             }
         }
         self.eager(Cause::Unsettled)
     }
 
     /// The cheapest repair by predicted price.
-    fn cheapest(&mut self, cause: &Cause, remap: bool) -> Step {
+    fn cheapest(&mut self, cause: &Cause, remap: bool) -> Repair {
         let life = self.work.state.tempo.stale();
-        let Some(graph) = &self.work.state.graph else { return Step::Capture };
-        let (costs, nodes) = (&self.inner.costs, graph.exec.shape.nodes.len());
-        // The same closure mostly has the same shape: then its exec can be updated.
-        let recapture_us = costs.update_us(nodes);
-        let (step, repair_us) = match cause {
-            Cause::Stale(stale) if remap => {
-                let remap_us = costs.predict(Step::Remap, Graph::unbacked_bytes(stale));
-                // A price that was never paid here is paid once, to know it.
-                if remap_us <= recapture_us || costs.is_hearsay(Step::Remap) {
-                    (Step::Remap, remap_us)
-                } else {
-                    (Step::Capture, recapture_us)
-                }
-            }
-            _ => (Step::Capture, recapture_us),
+        let Some(graph) = &self.work.state.graph else { return Repair::Capture };
+        let nodes = graph.exec.shape.nodes.len();
+        let (pages, at_hand) = match cause {
+            Cause::Stale(stale) if remap => (Some(self.pages(stale)), self.at_hand(stale)),
+            _ => (None, true),
         };
-        let eager_us = costs.predict(Step::Eager, nodes);
         // Never twice in a row: what disturbed the graph may be over.
-        let eager = eager_us < repair_us / life + costs.launch_us() && !self.work.state.put_off;
-        self.work.state.put_off = eager;
-        if eager { Step::Eager } else { step }
+        let may_wait = !self.work.state.put_off;
+        let repair = self.inner.costs.cheapest(&Case { nodes, pages, at_hand, life, may_wait });
+        self.work.state.put_off = repair == Repair::Eager;
+        repair
+    }
+
+    fn pool(&self, stale: &Stale) -> Option<&Pool> {
+        self.request.pools().find(|pool| pool.id() == stale.pool)
+    }
+
+    /// The pages that a remap must bring.
+    fn pages(&self, stale: &[Stale]) -> Pages {
+        let mut pages = Pages::default();
+        for stale in stale {
+            let Some(chunk_bytes) = self.pool(stale).and_then(Pool::chunk_bytes) else { continue };
+            pages.chunks += stale.bad.iter().map(|bad| bad.dependency.bytes.div_ceil(chunk_bytes)).sum::<usize>();
+            pages.chunk_bytes = pages.chunk_bytes.max(chunk_bytes);
+        }
+        pages
+    }
+
+    /// Whether the pools have as much free memory as a new capture would ask for.
+    fn at_hand(&self, stale: &[Stale]) -> bool {
+        stale.iter().all(|stale| {
+            let wanted: usize = stale.bad.iter().map(|bad| bad.dependency.bytes).sum();
+            self.pool(stale).is_some_and(|pool| pool.free_bytes(Purpose::Scratch) >= wanted)
+        })
     }
 
     /// Puts pages back under unbacked scratch and clears what must start as zero.
     fn remap(&mut self) -> Result<(), CacheError> {
         let Some(graph) = &self.work.state.graph else { return Ok(()) };
         let start = Instant::now();
-        let mut bytes = 0;
+        let mut pages = Pages::default();
         for part in &graph.parts {
+            let pool = self.request.pools().find(|pool| pool.id() == part.registration.pool_id());
+            let chunk_bytes = pool.and_then(Pool::chunk_bytes).unwrap_or(1);
             for reback in part.registration.reback()? {
-                bytes += reback.bytes;
+                pages.chunks += reback.bytes.div_ceil(chunk_bytes);
+                pages.chunk_bytes = pages.chunk_bytes.max(chunk_bytes);
                 if reback.clear {
                     self.clear(reback.ptr, reback.bytes)?;
                 }
@@ -189,8 +205,8 @@ impl<E: From<CacheError>> Run<'_, '_, E> {
                 }
             }
         }
-        if bytes > 0 {
-            self.inner.costs.measured(Step::Remap, bytes, start.elapsed());
+        if pages.chunks > 0 {
+            self.inner.costs.remapped(pages, start.elapsed());
         }
         Ok(())
     }

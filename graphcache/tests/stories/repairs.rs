@@ -177,23 +177,32 @@ fn a_storm_of_recaptures_ends_in_a_pin() {
     assert!(rig.cache.info(&Request::new(&graph.key, &rig.pool, &rig.stream)).unwrap().pinned);
 }
 
-/// Where putting pages back is predicted to be dear, the graph is captured anew; where that is dear too, and the
-/// graph goes stale at every run, the closure runs instead, but never twice in a row.
+/// Where putting pages back is predicted to be dear and there is memory elsewhere, the graph is captured anew; without that
+/// memory a capture would need the same pages, so they go back. Where captures are dear too, and the graph goes stale at
+/// every run, the closure runs instead, but never twice in a row.
 #[test]
 fn prices_decide_how_to_repair() {
     let mut dear = config();
-    dear.costs.chunk_us = 1e6;
+    dear.costs = dear.costs.flat_remap(1e6);
     let rig = Rig::with(PoolMode::Vmm, dear.clone());
     let graph = Affine::new(&rig, 0, BIG, ScratchPolicy::Track);
     graph.settle(&rig);
-    rig.pool.trim_to(0).unwrap();
+    let take_its_memory = |rig: &Rig, elsewhere: bool| {
+        assert!(rig.pool.trim_to(0).unwrap() > 0);
+        if elsewhere {
+            rig.pool.reserve(4 * BIG, Purpose::Scratch, &rig.stream).unwrap();
+        }
+    };
+    take_its_memory(&rig, true);
     assert_eq!(graph.run(&rig).ran, Ran::Updated);
+    take_its_memory(&rig, false);
+    assert_eq!(graph.run(&rig).ran, Ran::Remapped);
 
     dear.costs.capture_us = [1e6; 3];
     let rig = Rig::with(PoolMode::Vmm, dear);
     let graph = Affine::new(&rig, 0, BIG, ScratchPolicy::Track);
     graph.settle(&rig);
-    rig.pool.trim_to(0).unwrap();
+    take_its_memory(&rig, true);
     let outcome = graph.run(&rig);
     assert_eq!((outcome.ran, outcome.cause), (Ran::Eager, Some(Cause::Cheaper)));
     assert_ne!(graph.run(&rig).ran, Ran::Eager);

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use evergraph_graphcache::{
-    CacheConfig, CacheError, Counters, GraphCache, GraphKey, Module, Outcome, Ran, Request, Scope,
+    CacheConfig, CacheError, CostTable, Counters, GraphCache, GraphKey, Module, Outcome, Ran, Request, Scope,
 };
 use evergraph_pool::driver::host::{HostConfig, HostDevice, HostKernel, KernelContext};
 use evergraph_pool::driver::{Args, Call, DevicePtr, DynDriver, Fault, Faulty, LaunchConfig, ModuleImage};
@@ -129,7 +129,7 @@ pub(crate) fn device() -> HostConfig {
 /// Strict, and with prices that do not depend on the machine: pages are cheap.
 pub(crate) fn config() -> CacheConfig {
     let mut config = CacheConfig::default().strict(true);
-    config.costs.chunk_us = 0.01;
+    config.costs = CostTable::host().flat_remap(0.01);
     config.costs.refine = false;
     config
 }

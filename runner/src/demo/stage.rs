@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use evergraph_graphcache::{
-    CacheConfig, Counters as CacheCounters, GraphCache, GraphKey, Outcome, Ran, Request, Scope,
+    CacheConfig, CostTable, Counters as CacheCounters, GraphCache, GraphKey, Outcome, Ran, Request, Scope,
 };
 use evergraph_kernels::Kernels;
 use evergraph_kernels::ops::TensorView;
@@ -129,10 +129,11 @@ impl Stage {
         config.limit_bytes = setting.limit_bytes;
         let pool = Pool::new(Arc::clone(&driver), config)?;
         let stream = Stream::new(&driver)?;
+        let costs = CostTable::of(driver.info());
         let kernels = Kernels::load(driver)?;
         let model = Model::generate(setting.seed, &pool, &stream, &device)?;
-        // Prices of a real card, whatever this machine is busy with: the story is the same each time.
-        let mut config = CacheConfig::default().graphs(setting.graphs).strict(true);
+        // The table's prices, whatever this machine is busy with: the story is the same each time.
+        let mut config = CacheConfig::default().graphs(setting.graphs).strict(true).costs(costs);
         config.costs.refine = false;
         let cache = GraphCache::new(config);
         let arena = pool.arena(&stream)?;

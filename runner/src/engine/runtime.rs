@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use evergraph_graphcache::{CacheConfig, Counters, GraphCache, GraphKey, Outcome, Request};
+use evergraph_graphcache::{CacheConfig, CostTable, Counters, GraphCache, GraphKey, Outcome, Request};
 use evergraph_kernels::Kernels;
 use evergraph_pool::driver::host::HostConfig;
 use evergraph_pool::driver::{DeviceOrdinal, DynDriver};
@@ -70,8 +70,9 @@ impl Runtime {
     pub fn new(driver: DynDriver, config: RuntimeConfig) -> Result<Self> {
         let pool = Pool::new(Arc::clone(&driver), config.pool.clone())?;
         let stream = Stream::new(&driver)?;
+        let costs = CostTable::of(driver.info());
         let kernels = Arc::new(Kernels::load(driver)?);
-        let cache = GraphCache::new(CacheConfig::default().graphs(config.graphs).strict(config.strict));
+        let cache = GraphCache::new(CacheConfig::default().graphs(config.graphs).strict(config.strict).costs(costs));
         Ok(Self { cache, kernels, stream, pool, config })
     }
 

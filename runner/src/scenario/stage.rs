@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use evergraph_graphcache::{CacheConfig, CacheError, GraphCache, GraphKey, Ran, Request, Scope};
+use evergraph_graphcache::{CacheConfig, CacheError, CostTable, GraphCache, GraphKey, Ran, Request, Scope};
 use evergraph_kernels::probe::{Probe, Words};
 use parking_lot::Mutex;
 
@@ -60,8 +60,8 @@ impl Stage {
     pub(super) fn on(host: Arc<HostDevice>, pool: PoolConfig, cache: CacheConfig) -> Result<Self, PoolError> {
         let mut cache = cache;
         // Repairs are chosen by price; fixed ones make a story the same each time. Pages are small here.
+        cache.costs = CostTable::of(host.info()).flat_remap(0.05);
         cache.costs.refine = false;
-        cache.costs.chunk_us = 0.05;
         let driver = Faulty::new(host);
         driver.set_logging(true);
         let dynamic: DynDriver = driver.clone();

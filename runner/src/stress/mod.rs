@@ -22,7 +22,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
-use evergraph_graphcache::{CacheConfig, GraphCache};
+use evergraph_graphcache::{CacheConfig, CostTable, GraphCache};
 use evergraph_kernels::probe::Probe;
 use evergraph_pool::driver::host::{HostConfig, HostDevice, Live};
 use evergraph_pool::driver::{DynDriver, Faulty};
@@ -263,8 +263,8 @@ fn shared(options: &Options) -> Result<Shared, PoolError> {
     let pool = Pool::new(dynamic, PoolConfig::new(options.mode).chunk(PAGE_BYTES).smallest_slab(PAGE_BYTES).slots(48))?;
     let mut config = CacheConfig::default().max_entries(8 * options.threads.max(1));
     // Repairs are chosen by price. Fixed prices: with measured ones a seed would not say what happens.
+    config.costs = CostTable::host().flat_remap(0.05);
     config.costs.refine = false;
-    config.costs.chunk_us = 0.05;
     let cache = GraphCache::new(config);
     Ok(Shared {
         cache,
