@@ -58,6 +58,21 @@ impl Churn {
     /// Those of the pool.
     pub fn new(live: usize, most: usize, planned: usize, seed: u64) -> Result<Self, PoolError> {
         let (pool, stream) = null_pool();
+        Self::on(pool, stream, live, most, planned, seed)
+    }
+
+    /// The same with a pool and a stream of choice.
+    ///
+    /// # Errors
+    /// Those of the pool.
+    pub fn on(
+        pool: Pool,
+        stream: Stream,
+        live: usize,
+        most: usize,
+        planned: usize,
+        seed: u64,
+    ) -> Result<Self, PoolError> {
         let mut rng = Rng::new(seed);
         let slices = (0..live).map(|_| pool.alloc(rng.size(most), &stream).map(Some)).collect::<Result<_, _>>()?;
         let plan = (0..planned).map(|_| ((rng.bits() % live as u64) as u32, rng.size(most) as u32)).collect();
