@@ -45,8 +45,9 @@
 //! | it moved, other work | capture, read back, instantiate | 184 + 576 + 416 µs |
 //! | it can not be captured right now | the closure once, without a graph | 1.3 ms |
 //!
-//! The cheapest repair is chosen from a [table](CostTable) which measurements on the running device refine. A steady
-//! replay makes the launch its only driver call.
+//! The cheapest repair is chosen from a [table](CostTable) which measurements on the running device refine. A new capture needs
+//! as much memory as the graph lost: where none is free it pays for the pages too. A steady replay makes the launch its only
+//! driver call.
 //!
 //! # Reuse and capture
 //!
