@@ -23,11 +23,13 @@ macro_rules! headers {
 
 /// Every source, one op a file.
 pub const SOURCES: &[Source] = sources![
-    "add" "advance" "argmax" "attention_scores" "attention_values" "copy" "expert_sum" "fill" "glu" "kv_store" "mul"
-    "probe" "rms_norm" "rope" "router" "scale" "soft_max" "softcap"
+    "add" "advance" "argmax" "attention_scores" "attention_values" "copy" "expert_matmul" "expert_matvec" "expert_sum"
+    "fill" "get_rows" "glu" "kv_store" "matmul" "matvec_f32" "matvec_q8" "mul" "probe" "quantize" "rms_norm" "rope"
+    "router" "scale" "soft_max" "softcap"
 ];
 
 /// Every header that they may include, by the name under which they do. Nothing else can be included.
 pub(super) const HEADERS: &[(&str, &str)] = headers![
-    "cache.cuh" "common.cuh" "elementwise.cuh" "greatest.cuh"
+    "activations.cuh" "cache.cuh" "common.cuh" "copy_async.cuh" "elementwise.cuh" "greatest.cuh" "matvec.cuh"
+    "matvec_floats.cuh" "quant.cuh" "tiles.cuh"
 ];

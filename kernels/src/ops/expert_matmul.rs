@@ -1,7 +1,9 @@
 //! Matrix product with the chosen experts' weights.
 
+use evergraph_pool::driver::DeviceInfo;
+
 use super::check::Check;
-use super::{Call, Op, TensorView};
+use super::{Call, Launches, Op, TensorView};
 use crate::KernelError;
 
 /// `y[t, k] = W[ids[t, k]] x[t]`, or `… x[t, k]` where each slot has its own input (the down projection).
@@ -96,5 +98,9 @@ impl Op for ExpertMatMul {
             .optional(self.scales.as_ref())
             .optional_stride(self.scales.as_ref(), 0)
             .optional_stride(self.scales.as_ref(), slot)
+    }
+
+    fn launches(&self, device: &DeviceInfo) -> Launches {
+        if device.backend == "cuda" { crate::cuda::launch::expert_matmul(self, device) } else { super::single(self) }
     }
 }

@@ -1,7 +1,9 @@
 //! Matrix product with a weight.
 
+use evergraph_pool::driver::DeviceInfo;
+
 use super::check::Check;
-use super::{Call, Op, TensorView};
+use super::{Call, Launches, Op, TensorView};
 use crate::KernelError;
 
 /// `y[t] = W x[t]`.
@@ -81,5 +83,9 @@ impl Op for MatMul {
             .stride(&self.y, 0)
             .optional(self.scales.as_ref())
             .optional_stride(self.scales.as_ref(), 0)
+    }
+
+    fn launches(&self, device: &DeviceInfo) -> Launches {
+        if device.backend == "cuda" { crate::cuda::launch::matmul(self, device) } else { super::single(self) }
     }
 }

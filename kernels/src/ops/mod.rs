@@ -87,8 +87,7 @@ pub trait Op: Debug + Send + Sync {
     /// an op may choose among kernels by type and shape. Depends on shapes and capacities only, as the grids do.
     fn launches(&self, device: &DeviceInfo) -> Launches {
         let _ = device;
-        let call = self.call();
-        smallvec![Launch { kernel: self.name(), config: call.config, args: call.args }]
+        single(self)
     }
 
     /// Checks, then launches on `stream`; a capturing stream records it.
@@ -113,6 +112,12 @@ pub struct Launch {
     pub config: LaunchConfig,
     /// The arguments, in the order of the kernel's parameters.
     pub args: Args,
+}
+
+/// One launch of the kernel of the op's name.
+fn single<O: Op + ?Sized>(op: &O) -> Launches {
+    let call = op.call();
+    smallvec![Launch { kernel: op.name(), config: call.config, args: call.args }]
 }
 
 /// The launches of an op, in order.

@@ -1,7 +1,9 @@
 //! Activations as 8-bit integers.
 
+use evergraph_pool::driver::DeviceInfo;
+
 use super::check::Check;
-use super::{Call, Op, TensorView};
+use super::{Call, Launches, Op, TensorView};
 use crate::KernelError;
 use crate::quant::QuantType;
 
@@ -65,5 +67,9 @@ impl Op for Quantize {
             .stride(&self.scales, 0)
             .dim(self.x.dim(0))
             .dim(self.x.dim(1))
+    }
+
+    fn launches(&self, device: &DeviceInfo) -> Launches {
+        if device.backend == "cuda" { crate::cuda::launch::quantize(self, device) } else { super::single(self) }
     }
 }
