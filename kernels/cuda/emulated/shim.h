@@ -217,7 +217,16 @@ static inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     return value;
 }
 static inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
-static inline float __fmul_rn(float a, float b) { return a * b; }
+// The compiler must not make one operation of a product and the sum it goes into.
+static inline float __fmul_rn(float a, float b) {
+    float value = a * b;
+#ifdef __x86_64__
+    asm("" : "+x"(value));
+#else
+    asm("" : "+m"(value));
+#endif
+    return value;
+}
 static inline float __fadd_rn(float a, float b) { return a + b; }
 static inline float __fdiv_rn(float a, float b) { return a / b; }
 static inline int __float2int_rn(float value) { return int(nearbyintf(value)); }

@@ -6,6 +6,7 @@
 
 mod compare;
 mod elementwise;
+mod products;
 mod tensors;
 
 use std::fmt;
@@ -224,5 +225,5 @@ impl Drop for Event<'_> {
 /// Every case, op by op.
 #[must_use]
 pub fn cases() -> Vec<Case> {
-    [elementwise::cases].into_iter().flat_map(|cases| cases()).collect()
+    [elementwise::cases, products::cases].into_iter().flat_map(|cases| cases()).collect()
 }

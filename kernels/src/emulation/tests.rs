@@ -46,3 +46,18 @@ fn run(ops: &[&str]) {
 fn elementwise_kernels_agree_with_the_host_device() {
     run(&["add", "mul", "scale", "softcap", "glu"]);
 }
+
+#[test]
+fn rows_are_decoded_and_activations_quantised_to_the_same_bits() {
+    run(&["get_rows", "quantize"]);
+}
+
+#[test]
+fn products_agree_with_the_host_device_for_every_type_and_number_of_tokens() {
+    run(&["matmul"]);
+}
+
+#[test]
+fn products_with_experts_agree_with_the_host_device() {
+    run(&["expert_matmul"]);
+}
