@@ -51,6 +51,7 @@ const TWO_DEVICES: &[&str] = &[
     "peer_access_is_one_way",
     "a_range_is_granted_by_set_access",
     "a_peer_copy_needs_no_peer_access",
+    "each_thread_has_its_own_current_device",
 ];
 
 /// Why a story is not told on a machine with `devices` GPUs, if it is not.

@@ -1,9 +1,12 @@
 //! Stories of several devices.
+#![allow(unsafe_code)]
 
 use super::rig::{GRANULE, Rig, kind, refused};
 use super::stories;
 use crate::driver::host::HostConfig;
-use crate::driver::{Args, DeviceOrdinal, DevicePtr, DriverErrorKind, StreamHandle};
+use crate::driver::{
+    Args, CaptureMode, DeviceOrdinal, DevicePtr, DriverErrorKind, DynDriver, LaunchConfig, StreamHandle,
+};
 
 const HERE: DeviceOrdinal = DeviceOrdinal(0);
 const THERE: DeviceOrdinal = DeviceOrdinal(1);
@@ -120,6 +123,44 @@ stories! { in peers as conformance_peers;
         apart.driver.memcpy_peer(near, HERE, far, THERE, 64, stream).unwrap();
         apart.wait(stream);
         assert_eq!(apart.read(near, 16), [6; 16]);
+    }
+
+    /// Two threads with a device each capture and replay at the same time; neither sees the other's current device.
+    fn each_thread_has_its_own_current_device(rig) {
+        let there = rig.peer.clone();
+        let work = |driver: &DynDriver, value: u32| {
+            driver.bind().unwrap();
+            let module = driver.module_load(rig.kernels()).unwrap();
+            let step = driver.function(module, "step").unwrap();
+            let (ptr, stream) = (driver.malloc(64).unwrap(), driver.stream_create(0).unwrap());
+            driver.memset_d32(ptr, value, 1, stream).unwrap();
+            let mut args = Args::new();
+            args.ptr(ptr);
+            for _ in 0..20 {
+                driver.begin_capture(stream, CaptureMode::ThreadLocal).unwrap();
+                for _ in 0..5 {
+                    // SAFETY: `step` takes a pointer to a live word.
+                    unsafe {
+                        driver.launch_kernel(step, &LaunchConfig::linear(1, 1), args.as_bytes(), stream).unwrap();
+                    }
+                }
+                let graph = driver.end_capture(stream).unwrap();
+                let exec = driver.instantiate(graph).unwrap();
+                driver.launch(exec, stream).unwrap();
+                driver.stream_synchronize(stream).unwrap();
+                driver.exec_destroy(exec).unwrap();
+                driver.graph_destroy(graph).unwrap();
+            }
+            let mut word = 0u32;
+            // SAFETY: `word` outlives the copy, which the wait ends.
+            unsafe { driver.memcpy_dtoh((&raw mut word).cast(), ptr, 4, stream).unwrap() };
+            driver.stream_synchronize(stream).unwrap();
+            assert_eq!(word, value + 100);
+        };
+        std::thread::scope(|scope| {
+            scope.spawn(|| work(&there, 1000));
+            work(&rig.driver, 7);
+        });
     }
 
     /// Memory is counted on the device that made it.
