@@ -181,8 +181,8 @@ type Hits = SmallVec<[Resolved; 4]>;
 /// Where the pools of a request have anything.
 fn span_of(request: &Request<'_>) -> RangeInclusive<u64> {
     let spans = request.pools().filter_map(Pool::address_span);
-    // Without any, an empty one.
-    spans.reduce(|a, b| (a.0.min(b.0), a.1.max(b.1))).map_or(1..=0, |(low, high)| low.0..=high.0)
+    // Without any, null, which is nobody's.
+    spans.reduce(|a, b| (a.0.min(b.0), a.1.max(b.1))).map_or(0..=0, |(low, high)| low.0..=high.0)
 }
 
 /// Memory that was handed out, for look-ups.

@@ -285,7 +285,6 @@ impl Blas {
     }
 
     /// What every product writes to: declare it as scratch.
-    #[must_use]
     pub fn workspace(&self) -> &DeviceSlice<u8> {
         &self.workspace
     }

@@ -294,7 +294,7 @@ pub enum NodeArgs {
     /// The packed buffer, a copy, with the layout where known.
     Packed {
         /// The bytes.
-        bytes: SmallVec<[u8; 256]>,
+        bytes: SmallVec<[u8; 128]>,
         /// The function's layout, if the driver can tell; else every aligned word is a candidate.
         layout: Option<Arc<ParamLayout>>,
     },

@@ -92,7 +92,7 @@ impl CudaDevice {
 
     fn args_by_layout(&self, function: FunctionHandle, params: *mut *mut c_void) -> DriverResult<NodeArgs> {
         let Some(layout) = self.param_layout(function)? else { return Ok(NodeArgs::Unreadable) };
-        let mut bytes: SmallVec<[u8; 256]> = SmallVec::from_elem(0, layout.packed_bytes());
+        let mut bytes: SmallVec<[u8; 128]> = SmallVec::from_elem(0, layout.packed_bytes());
         if params.is_null() && !layout.params.is_empty() {
             return Ok(NodeArgs::Unreadable);
         }
