@@ -10,6 +10,7 @@ mod attention;
 mod dot;
 mod elementwise;
 mod gemm;
+mod integer;
 mod math;
 mod moe;
 mod norm;

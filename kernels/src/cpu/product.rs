@@ -1,17 +1,18 @@
 //! Matrix products of the host device: how they are cut into tasks.
 
-use std::borrow::Cow;
 use std::cell::RefCell;
 
 use evergraph_pool::driver::host::KernelContext;
 use evergraph_pool::driver::{DevicePtr, Fault};
 use rayon::prelude::*;
 
+use super::integer::{Token, Way};
 use super::quantize::GROUP;
 use super::simd::Level;
 use super::span::{Reader, Rows};
-use super::{dot, gemm, parallel};
+use super::{dot, gemm, integer, parallel};
 use crate::quant::QuantType;
+use crate::quant::codes::Format;
 
 /// One weight matrix and the rows it is multiplied with.
 struct Product<'a> {
@@ -21,46 +22,61 @@ struct Product<'a> {
     row_bytes: usize,
     cols: usize,
     /// A row of `cols` per token.
-    x: Vec<Cow<'a, [f32]>>,
+    x: Activations<'a>,
     /// Where in `y` each token's result goes.
     places: Vec<(usize, usize)>,
 }
 
-/// Activations of floats, or integers with their scales.
+/// Rows of floats, or of integers with two scales for each 32.
+enum Activations<'a> {
+    Floats(Vec<&'a [f32]>),
+    Integers(Format, Vec<(&'a [i8], &'a [f32])>),
+}
+
+/// Activations in device memory.
 enum Inputs {
     Floats(Rows<f32>),
-    Integers(Rows<i8>, Rows<f32>),
+    Integers(Format, Rows<i8>, Rows<f32>),
 }
 
 impl Inputs {
+    /// Checks them for products with weights of type `ty`.
     fn read(
         ctx: &KernelContext<'_>,
-        x: DevicePtr,
-        scales: Option<DevicePtr>,
+        (x, strides): (DevicePtr, [usize; 2]),
+        (scales, scales_strides): (Option<DevicePtr>, [usize; 2]),
         dims: [usize; 2],
         cols: usize,
-        strides: [usize; 2],
-        scales_strides: [usize; 2],
+        ty: QuantType,
     ) -> Result<Self, Fault> {
         let Some(scales) = scales else { return Ok(Self::Floats(Rows::read3(ctx, x, dims, cols, strides)?)) };
+        let format = Format::of(ty).ok_or_else(|| ctx.fault(x, 0, false, "scales for weights without blocks"))?;
         let scales = Rows::read3(ctx, scales, dims, cols / GROUP * 2, scales_strides)?;
-        Ok(Self::Integers(Rows::read3(ctx, x, dims, cols, strides)?, scales))
+        Ok(Self::Integers(format, Rows::read3(ctx, x, dims, cols, strides)?, scales))
     }
 
-    /// Row `(a, b)` as floats.
+    /// No rows yet.
+    fn none<'a>(&self) -> Activations<'a> {
+        match self {
+            Self::Floats(_) => Activations::Floats(Vec::new()),
+            Self::Integers(format, ..) => Activations::Integers(*format, Vec::new()),
+        }
+    }
+
+    /// Appends row `(a, b)`.
     ///
     /// # Safety
-    /// Nothing writes the row while the slice is used.
-    unsafe fn row<'r>(&self, a: usize, b: usize) -> Cow<'r, [f32]> {
-        match self {
+    /// Nothing writes the row while the list is used.
+    unsafe fn push(&self, a: usize, b: usize, to: &mut Activations<'_>) {
+        match (self, to) {
             // SAFETY: the caller's.
-            Self::Floats(rows) => Cow::Borrowed(unsafe { rows.row(a, b) }),
-            Self::Integers(codes, scales) => {
+            (Self::Floats(rows), Activations::Floats(list)) => list.push(unsafe { rows.row(a, b) }),
+            (Self::Integers(_, rows, scales), Activations::Integers(_, list)) => {
                 // SAFETY: the caller's.
-                let (codes, scales) = unsafe { (codes.row(a, b), scales.row(a, b)) };
-                let groups = codes.chunks(GROUP).zip(scales.chunks(2));
-                groups.flat_map(|(codes, scale)| codes.iter().map(|&code| f32::from(code) * scale[0])).collect()
+                list.push(unsafe { (rows.row(a, b), scales.row(a, b)) });
             }
+            // Lists are those of `none`.
+            _ => {}
         }
     }
 }
@@ -68,8 +84,17 @@ impl Inputs {
 thread_local! {
     /// Buffers for packed activations, kept from launch to launch.
     static PACKED: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+    /// The same for integers.
+    static PANELS: RefCell<integer::Panels> = RefCell::default();
     /// Buffers of a tile: decoded weights, accumulators.
-    static TILE: RefCell<(Vec<f32>, Vec<f32>)> = const { RefCell::new((Vec::new(), Vec::new())) };
+    static TILE: RefCell<Tile> = RefCell::default();
+}
+
+#[derive(Default)]
+struct Tile {
+    floats: Vec<f32>,
+    integers: integer::Buffers,
+    acc: Vec<f32>,
 }
 
 /// `matmul`.
@@ -80,12 +105,15 @@ pub(super) fn matmul(ctx: &KernelContext<'_>) -> Result<(), Fault> {
     let (y, y_stride) = (a.ptr()?, a.stride()?);
     let (scales, scales_stride) = (a.optional()?, a.stride()?);
     let row_bytes = row_bytes(ctx, ty, cols)?;
-    let x = Inputs::read(ctx, x, scales, [tokens, 1], cols, [x_stride, 0], [scales_stride, 0])?;
+    let x = Inputs::read(ctx, (x, [x_stride, 0]), (scales, [scales_stride, 0]), [tokens, 1], cols, ty)?;
     let y = Rows::<f32>::write(ctx, y, tokens, out, y_stride)?;
     // SAFETY: stream order keeps writers of weights and inputs away; the op checked that the output is apart.
-    let (w, x) = unsafe { (ctx.slice::<u8>(w, out * row_bytes)?, (0..tokens).map(|t| x.row(t, 0)).collect()) };
+    let w = unsafe { ctx.slice::<u8>(w, out * row_bytes)? };
+    let mut rows = x.none();
+    // SAFETY: as above.
+    (0..tokens).for_each(|t| unsafe { x.push(t, 0, &mut rows) });
     let places = (0..tokens).map(|t| (t, 0)).collect();
-    run(&[Product { ty, w, row_bytes, cols, x, places }], &y);
+    run(&[Product { ty, w, row_bytes, cols, x: rows, places }], &y);
     Ok(())
 }
 
@@ -99,7 +127,7 @@ pub(super) fn expert_matmul(ctx: &KernelContext<'_>) -> Result<(), Fault> {
     let (scales, scales_strides) = (a.optional()?, [a.stride()?, a.stride()?]);
     let row_bytes = row_bytes(ctx, ty, cols)?;
     let ids = super::span::load::<i32>(ctx, ids, tokens * used)?;
-    let x = Inputs::read(ctx, x, scales, [tokens, used], cols, x_strides, scales_strides)?;
+    let x = Inputs::read(ctx, (x, x_strides), (scales, scales_strides), [tokens, used], cols, ty)?;
     let y = Rows::<f32>::write3(ctx, y, [tokens, used], out, y_strides)?;
     let mut products: Vec<Product<'_>> = Vec::new();
     let mut of_expert = vec![usize::MAX; experts];
@@ -111,12 +139,12 @@ pub(super) fn expert_matmul(ctx: &KernelContext<'_>) -> Result<(), Fault> {
             let slab = w.checked_add(expert * out * row_bytes).unwrap_or_default();
             // SAFETY: as in `matmul`. Only the slabs of chosen experts are touched.
             let w = unsafe { ctx.slice::<u8>(slab, out * row_bytes)? };
-            products.push(Product { ty, w, row_bytes, cols, x: Vec::new(), places: Vec::new() });
+            products.push(Product { ty, w, row_bytes, cols, x: x.none(), places: Vec::new() });
         }
         let product = &mut products[of_expert[expert]];
         let place = (slot / used, slot % used);
         // SAFETY: as in `matmul`.
-        product.x.push(unsafe { x.row(place.0, place.1) });
+        unsafe { x.push(place.0, place.1, &mut product.x) };
         product.places.push(place);
     }
     run(&products, &y);
@@ -131,15 +159,38 @@ fn row_bytes(ctx: &KernelContext<'_>, ty: QuantType, cols: usize) -> Result<usiz
 const TASK_BYTES: usize = 32 * 1024;
 
 fn run(products: &[Product<'_>], y: &Rows<f32>) {
-    let level = Level::current();
-    let (few, many): (Vec<_>, Vec<_>) = products.iter().partition(|p| p.x.len() <= dot::MOST);
-    // Few tokens: every product's rows in one list of tasks, so that eight small experts keep all threads busy.
+    let (few, many): (Vec<_>, Vec<_>) = products.iter().partition(|p| p.places.len() <= dot::MOST);
+    run_few(&few, y);
+    for product in many {
+        match &product.x {
+            Activations::Floats(x) => {
+                for (x, places) in x.chunks(gemm::TOKENS).zip(product.places.chunks(gemm::TOKENS)) {
+                    multiply_floats(product, x, places, y);
+                }
+            }
+            Activations::Integers(format, x) => {
+                for (x, places) in x.chunks(gemm::TOKENS).zip(product.places.chunks(gemm::TOKENS)) {
+                    multiply_integers(product, *format, x, places, y);
+                }
+            }
+        }
+    }
+}
+
+/// Few tokens: every product's rows in one list of tasks, so that eight small experts keep all threads busy.
+fn run_few(few: &[&Product<'_>], y: &Rows<f32>) {
+    let (level, way) = (Level::current(), Way::current());
     let mut tasks = Vec::new();
     for (i, product) in few.iter().enumerate() {
         let rows = product.w.len() / product.row_bytes;
         let step = (TASK_BYTES / product.row_bytes).max(1);
         tasks.extend((0..rows).step_by(step).map(|start| (i, start, step.min(rows - start))));
     }
+    let tokens = |product: &&Product<'_>| match &product.x {
+        Activations::Floats(_) => Vec::new(),
+        Activations::Integers(format, x) => x.iter().map(|(q, scales)| Token::new(*format, q, scales)).collect(),
+    };
+    let tokens: Vec<Vec<Token>> = few.iter().map(tokens).collect();
     let bytes: usize = few.iter().map(|p| p.w.len()).sum();
     parallel::each(tasks.len(), bytes / tasks.len().max(1), |task| {
         let (i, start, rows) = tasks[task];
@@ -148,45 +199,74 @@ fn run(products: &[Product<'_>], y: &Rows<f32>) {
         // SAFETY: each task writes its own rows of the outputs of its own tokens.
         let out = |&(a, b): &(usize, usize)| unsafe { y.part_mut(a, b, start, rows) };
         let mut out: Vec<&mut [f32]> = product.places.iter().map(out).collect();
-        let x: Vec<&[f32]> = product.x.iter().map(AsRef::as_ref).collect();
-        dot::rows(level, product.ty, w, product.row_bytes, &x, &mut out);
-    });
-    for product in many {
-        let x: Vec<&[f32]> = product.x.iter().map(AsRef::as_ref).collect();
-        for (x, places) in x.chunks(gemm::TOKENS).zip(product.places.chunks(gemm::TOKENS)) {
-            multiply(level, product, x, places, y);
+        match &product.x {
+            Activations::Floats(x) => dot::rows(level, product.ty, w, product.row_bytes, x, &mut out),
+            Activations::Integers(format, _) => {
+                integer::rows(way, (product.ty, *format), w, product.row_bytes, &tokens[i], &mut out);
+            }
         }
-    }
+    });
 }
 
 /// Many tokens: `x` packed once, then tile after tile of weight rows.
-fn multiply(level: Level, product: &Product<'_>, x: &[&[f32]], places: &[(usize, usize)], y: &Rows<f32>) {
+fn multiply_floats(product: &Product<'_>, x: &[&[f32]], places: &[(usize, usize)], y: &Rows<f32>) {
+    let level = Level::current();
     let panel_len = product.cols * gemm::PANEL;
     let panels = x.len().div_ceil(gemm::PANEL);
     let mut packed = PACKED.take();
     packed.resize(panels * panel_len, 0.0);
     packed.par_chunks_mut(panel_len).zip(x.par_chunks(gemm::PANEL)).for_each(|(out, x)| gemm::pack(x, out));
+    tiles(product, places, y, |w, tile| {
+        let Tile { floats, acc, .. } = tile;
+        floats.resize(gemm::TILE * gemm::DEPTH, 0.0);
+        gemm::tile(level, product.ty, w, product.row_bytes, product.cols, &packed, floats, acc);
+    });
+    PACKED.set(packed);
+}
+
+/// The same with integers.
+fn multiply_integers(
+    product: &Product<'_>,
+    format: Format,
+    x: &[(&[i8], &[f32])],
+    places: &[(usize, usize)],
+    y: &Rows<f32>,
+) {
+    let way = Way::current();
+    let mut panels = PANELS.take();
+    panels.fill(format, x, product.cols);
+    tiles(product, places, y, |w, tile| {
+        integer::tile(way, (product.ty, format), w, product.row_bytes, &panels, &mut tile.integers, &mut tile.acc);
+    });
+    PANELS.set(panels);
+}
+
+/// Calls `multiply` for each tile of weight rows, which leaves products in `acc`, and takes them to their places.
+fn tiles(
+    product: &Product<'_>,
+    places: &[(usize, usize)],
+    y: &Rows<f32>,
+    multiply: impl Fn(&[u8], &mut Tile) + Send + Sync,
+) {
     let rows = product.w.len() / product.row_bytes;
     let tiles = rows.div_ceil(gemm::TILE);
-    let cost = gemm::TILE * product.cols * x.len() / 16;
+    let cost = gemm::TILE * product.cols * places.len() / 16;
     parallel::each(tiles, cost, |t| {
         let start = t * gemm::TILE;
         let count = gemm::TILE.min(rows - start);
         let w = &product.w[start * product.row_bytes..(start + count) * product.row_bytes];
         // The buffers are taken out, since a thread that waits may start another task meanwhile.
-        let (mut decoded, mut acc) = TILE.take();
-        decoded.resize(gemm::TILE * gemm::DEPTH, 0.0);
-        acc.resize(panels * gemm::TILE * gemm::PANEL, 0.0);
-        gemm::tile(level, product.ty, w, product.row_bytes, product.cols, &packed, &mut decoded, &mut acc);
+        let mut tile = TILE.take();
+        tile.acc.resize(places.len().div_ceil(gemm::PANEL) * gemm::TILE * gemm::PANEL, 0.0);
+        multiply(w, &mut tile);
         for (t, &(a, b)) in places.iter().enumerate() {
-            let panel = &acc[t / gemm::PANEL * gemm::TILE * gemm::PANEL..];
+            let panel = &tile.acc[t / gemm::PANEL * gemm::TILE * gemm::PANEL..];
             // SAFETY: each task writes its own rows of the outputs.
             let out = unsafe { y.part_mut(a, b, start, count) };
             for (r, out) in out.iter_mut().enumerate() {
                 *out = panel[r * gemm::PANEL + t % gemm::PANEL];
             }
         }
-        TILE.set((decoded, acc));
+        TILE.set(tile);
     });
-    PACKED.set(packed);
 }

@@ -43,9 +43,9 @@ fn row_body<const L: u8>(x: &[f32], q: &mut [i8], scales: &mut [f32]) {
         let mut sum = 0i32;
         for (q, &x) in q.iter_mut().zip(x) {
             // Adding and taking away 1.5 * 2^23 rounds to the nearest whole number, ties to even. The limits are for
-            // scales so small that they are rounded coarsely; 0 / 0 becomes 0.
+            // scales so small that they are rounded coarsely, or to 0.
             const ROUND: f32 = 12_582_912.0;
-            let code = (x / d).clamp(-127.0, 127.0) + ROUND - ROUND;
+            let code = if d == 0.0 { 0.0 } else { (x / d).clamp(-127.0, 127.0) + ROUND - ROUND };
             *q = code as i8;
             sum += i32::from(*q);
         }

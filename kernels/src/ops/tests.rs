@@ -134,6 +134,59 @@ fn wrong_shapes_types_layouts_and_overlaps_name_op_and_tensor() {
 }
 
 #[test]
+fn quantised_activations_want_scales_of_their_shape_and_weights_in_blocks() {
+    let i8s = |name: &str, shape: &[usize]| tensor(name, QuantType::I8, shape);
+    let w = || tensor("w", QuantType::Q8_0, &[10, 64]);
+    let good = || MatMul::quantized(w(), i8s("q", &[3, 64]), f32s("scales", &[3, 2, 2]), f32s("y", &[3, 10]));
+    good().check().unwrap();
+    let bad = |op: &dyn Op, role: &str| {
+        let error = op.check().unwrap_err();
+        assert!(error.to_string().contains(role), "{error}");
+    };
+    bad(&MatMul { scales: None, ..good() }, "x (q) must be F32");
+    bad(&MatMul { x: f32s("x", &[3, 64]), ..good() }, "x (x) must be I8");
+    bad(&MatMul { w: f32s("w", &[10, 64]), ..good() }, "w (w) must be a type of blocks");
+    bad(&MatMul { scales: Some(f32s("scales", &[3, 2])), ..good() }, "scales (scales)");
+    bad(&MatMul { scales: Some(f32s("scales", &[2, 2, 2])), ..good() }, "scales (scales)");
+    bad(&MatMul { scales: Some(i32s("scales", &[3, 2, 2])), ..good() }, "scales (scales) must be F32");
+    let gaps = f32s("scales", &[3, 4, 4]).narrow(2, 0, 2).unwrap().narrow(1, 0, 2).unwrap();
+    bad(&MatMul { scales: Some(gaps), ..good() }, "contiguous");
+    let rows_apart = f32s("scales", &[3, 4, 2]).narrow(1, 0, 2).unwrap();
+    MatMul { scales: Some(rows_apart), ..good() }.check().unwrap();
+    let shared = f32s("shared", &[42]);
+    let scales = shared.narrow(0, 20, 12).unwrap().reshape(&[3, 2, 2]).unwrap();
+    let y = shared.narrow(0, 0, 30).unwrap().reshape(&[3, 10]).unwrap();
+    assert!(matches!(MatMul { scales: Some(scales), y, ..good() }.check(), Err(KernelError::Overlap { .. })));
+
+    let experts = |x: &[usize], scales: &[usize]| {
+        let (w, ids) = (tensor("w", QuantType::Q4_0, &[4, 10, 64]), i32s("ids", &[3, 2]));
+        ExpertMatMul::quantized(w, i8s("q", x), f32s("scales", scales), ids, f32s("y", &[3, 2, 10]))
+    };
+    experts(&[3, 64], &[3, 2, 2]).check().unwrap();
+    experts(&[3, 2, 64], &[3, 2, 2, 2]).check().unwrap();
+    bad(&experts(&[3, 2, 64], &[3, 2, 2]), "scales (scales)");
+    bad(&experts(&[3, 64], &[3, 2, 2, 2]), "scales (scales)");
+    bad(&ExpertMatMul { scales: None, ..experts(&[3, 64], &[3, 2, 2]) }, "x (q) must be F32");
+
+    let quantize = |cols: usize, groups: usize| Quantize {
+        x: f32s("x", &[3, cols]),
+        q: i8s("q", &[3, cols]),
+        scales: f32s("scales", &[3, groups, 2]),
+    };
+    quantize(64, 2).check().unwrap();
+    bad(&quantize(48, 1), "multiple of 32");
+    bad(&quantize(64, 1), "scales (scales)");
+    bad(&Quantize { q: f32s("q", &[3, 64]), ..quantize(64, 2) }, "q (q) must be I8");
+    bad(&Quantize { q: i8s("q", &[2, 64]), ..quantize(64, 2) }, "q (q)");
+    let inside = TensorView::new(quantize(64, 2).x.root(), QuantType::I8, &[3, 64]).unwrap();
+    assert!(matches!(Quantize { q: inside, ..quantize(64, 2) }.check(), Err(KernelError::Overlap { .. })));
+    let names = |views: Vec<&TensorView>| views.iter().map(|view| view.root().name.clone()).collect::<Vec<_>>();
+    assert_eq!(names(good().reads()), ["w", "q", "scales"]);
+    assert_eq!(names(experts(&[3, 64], &[3, 2, 2]).reads()), ["w", "q", "scales", "ids"]);
+    assert_eq!(names(quantize(64, 2).writes()), ["q", "scales"]);
+}
+
+#[test]
 fn scalars_out_of_range_are_typed_errors() {
     let bad = |op: &dyn Op| {
         let result = op.check();

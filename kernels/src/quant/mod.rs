@@ -4,6 +4,7 @@
 //! same bits as ggml's C code gives.
 
 mod blocks;
+pub(crate) mod codes;
 mod encode;
 pub(crate) mod half;
 mod kquants;

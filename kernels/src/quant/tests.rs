@@ -3,6 +3,7 @@
 use proptest::prelude::*;
 use serde::Deserialize;
 
+use super::codes::{Codes, Format, GROUP, unpack};
 use super::half::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
 use super::{QuantType, decode, dequantize, quantize};
 use crate::KernelError;
@@ -55,6 +56,51 @@ fn every_format_gives_the_golden_bits() {
         checked += 1;
     }
     assert_eq!(checked, 16);
+}
+
+#[test]
+fn codes_stand_for_the_golden_bits_too() {
+    let data = include_bytes!("../../tests/data/quants.bin");
+    let index: Index = serde_json::from_str(include_str!("../../tests/data/quants.json")).unwrap();
+    let mut checked = 0;
+    for e in index.entries {
+        let ty = QuantType::from_id(e.ggml_type).unwrap();
+        assert_eq!(Format::of(ty).is_some(), ty.supported() && ty.block_size() > 1, "{ty}");
+        let Some(format) = Format::of(ty) else { continue };
+        let bytes = &data[e.bytes_offset..e.bytes_offset + e.bytes_len];
+        let mut expected = vec![0.0; e.values_len];
+        dequantize(ty, bytes, &mut expected).unwrap();
+        for level in Level::available() {
+            // Rows of one block, with room behind each that must stay as it is.
+            let stride = ty.block_size() + 32;
+            let (len, entries) = (e.n_blocks * stride, e.n_blocks * stride / GROUP);
+            let (mut codes, mut scales, mut minima) = (vec![55; len], vec![5.5; entries], vec![0.0; entries]);
+            let mut to = Codes { stride, codes: &mut codes, scales: &mut scales, minima: &mut minima };
+            unpack(level, ty, bytes, ty.type_bytes(), 0, ty.type_bytes(), &mut to);
+            for (i, &want) in expected.iter().enumerate() {
+                let at = i / ty.block_size() * stride + i % ty.block_size();
+                let (code, scale) = (i32::from(codes[at]) - i32::from(format.zero), scales[at / GROUP]);
+                let got = scale * code as f32;
+                let got = if format.minima { got + minima[at / GROUP] } else { got };
+                // A zero has no sign once it is an integer.
+                let same = got == want || (got.is_nan() && want.is_nan());
+                assert!(same, "{ty} {level:?} element {i}: {got} for {want}");
+                assert!(format.zero == 128 || codes[at] < 64, "{ty}: {}", codes[at]);
+                if format.wide {
+                    let pair = at / (2 * GROUP) * 2;
+                    assert_eq!(
+                        (scales[pair].to_bits(), minima[pair].to_bits()),
+                        (scales[pair + 1].to_bits(), minima[pair + 1].to_bits()),
+                        "{ty}"
+                    );
+                }
+            }
+            let behind = |at: usize| at % stride >= ty.block_size();
+            assert!((0..len).filter(|&at| behind(at)).all(|at| codes[at] == 55 && scales[at / GROUP] == 5.5), "{ty}");
+        }
+        checked += 1;
+    }
+    assert_eq!(checked, 14);
 }
 
 #[test]

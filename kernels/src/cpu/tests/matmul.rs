@@ -2,7 +2,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::cpu::{dot, gemm};
-use crate::ops::{ExpertMatMul, MatMul};
+use crate::ops::{ExpertMatMul, MatMul, Quantize};
 
 const TYPES: &[QuantType] = &[
     QuantType::F32,
@@ -252,12 +252,35 @@ fn speed() {
                     best(&|| dot::rows(level, ty, raw, row_bytes, &[&x], &mut [y.borrow_mut().as_mut_slice()]));
                 print!("  {level:?} {:5.2}", bytes / seconds / 1e9);
             }
+            let all = w.clone();
             let w = w.narrow(0, 0, 2048).unwrap();
             for tokens in [4, 8, 32, 512] {
                 let x = memory.floats(&[tokens, cols], &random(2, tokens * cols));
                 let op = MatMul::new(w.clone(), x, memory.output(&[tokens, 2048]));
                 let seconds = best(&|| memory.run(&op).unwrap());
                 print!("  {tokens} tokens {:6.1} GFLOP/s", 2.0 * (tokens * 2048 * cols) as f64 / seconds / 1e9);
+            }
+            println!();
+            if ty.block_size() == 1 {
+                continue;
+            }
+            print!("{:8} integers", "");
+            for (tokens, rows) in [(1, rows), (4, 2048), (8, 2048), (32, 2048), (512, 2048)] {
+                let x = memory.floats(&[tokens, cols], &random(2, tokens * cols));
+                let q = memory.bytes(QuantType::I8, &[tokens, cols], &vec![0; tokens * cols]);
+                let scales = memory.output(&[tokens, cols / 32, 2]);
+                let quantize = Quantize { x, q: q.clone(), scales: scales.clone() };
+                let y = memory.output(&[tokens, rows]);
+                let op = MatMul::quantized(all.narrow(0, 0, rows).unwrap(), q, scales, y);
+                let seconds = best(&|| {
+                    memory.run(&quantize).unwrap();
+                    memory.run(&op).unwrap();
+                });
+                let gb = bytes * rows as f64 / 16384.0 / seconds / 1e9;
+                print!(
+                    "  {tokens} tokens {gb:6.2} GB/s, {:6.1} GFLOP/s",
+                    2.0 * (tokens * rows * cols) as f64 / seconds / 1e9
+                );
             }
             println!();
         }

@@ -1,0 +1,177 @@
+//! Many tokens: tiles of weights are unpacked once and multiplied with all tokens. Lanes run over tokens, as in
+//! [`gemm`](crate::cpu::gemm): an element is the sum of its groups in ascending order, whatever the other tokens are.
+
+use super::Way;
+use crate::cpu::gemm::{DEPTH, PANEL, TILE};
+use crate::quant::QuantType;
+use crate::quant::codes::{self, Codes, Format, GROUP};
+
+/// Rows that are multiplied at a time.
+pub(super) const ROWS: usize = 4;
+
+/// Activations in panels of [`PANEL`] tokens, made ready for weights of one format.
+#[derive(Default)]
+pub(in crate::cpu) struct Panels {
+    cols: usize,
+    /// Columns that share a scale in the weights: 16 or 32.
+    group: usize,
+    /// `[panel][col / 4][lane][col % 4]`.
+    q: Vec<i8>,
+    /// `[panel][group][lane]`: scales.
+    d: Vec<f32>,
+    /// `[panel][group][lane]`: sums of the codes times the format's zero, negated.
+    offsets: Vec<i32>,
+    /// `[panel][group][lane]`: scales times the sums.
+    sums: Vec<f32>,
+}
+
+impl Panels {
+    /// Takes in rows of [`Quantize`](crate::ops::Quantize).
+    pub(in crate::cpu) fn fill(&mut self, format: Format, x: &[(&[i8], &[f32])], cols: usize) {
+        let group = if format.wide { 2 * GROUP } else { GROUP };
+        let panels = x.len().div_ceil(PANEL);
+        (self.cols, self.group) = (cols, group);
+        let entries = panels * PANEL * (cols / group);
+        self.q.resize(panels * PANEL * cols, 0);
+        self.d.resize(entries, 0.0);
+        self.offsets.resize(entries, 0);
+        self.sums.resize(entries, 0.0);
+        let zero = i32::from(format.zero);
+        let entries = cols / group * PANEL;
+        let each = x.chunks(PANEL).zip(self.q.chunks_mut(cols * PANEL)).zip(self.d.chunks_mut(entries));
+        let each = each.zip(self.offsets.chunks_mut(entries)).zip(self.sums.chunks_mut(entries));
+        for ((((x, panel), d_out), offsets), sums) in each {
+            for lane in 0..PANEL {
+                // Lanes without a token are computed and never read.
+                let (q, scales) = x[lane.min(x.len() - 1)];
+                for (k, four) in q.as_chunks::<4>().0.iter().enumerate() {
+                    panel[(k * PANEL + lane) * 4..][..4].copy_from_slice(four);
+                }
+                for (g, q) in q.chunks_exact(group).enumerate() {
+                    let d = scales[g * group / (2 * GROUP) * 2];
+                    let sum: i32 = q.iter().map(|&q| i32::from(q)).sum();
+                    d_out[g * PANEL + lane] = d;
+                    offsets[g * PANEL + lane] = -zero * sum;
+                    sums[g * PANEL + lane] = d * sum as f32;
+                }
+            }
+        }
+    }
+}
+
+/// Unpacked weights of a tile.
+#[derive(Default)]
+pub(in crate::cpu) struct Buffers {
+    codes: Vec<u8>,
+    scales: Vec<f32>,
+    minima: Vec<f32>,
+}
+
+/// One tile: `acc[panel][r][lane] = w[r] . x[panel, lane]`, for at most [`TILE`] rows. `acc` has `TILE * PANEL` a panel.
+pub(in crate::cpu) fn tile(
+    way: Way,
+    (ty, format): (QuantType, Format),
+    w: &[u8],
+    row_bytes: usize,
+    x: &Panels,
+    buffers: &mut Buffers,
+    acc: &mut [f32],
+) {
+    acc.fill(0.0);
+    let rows = w.len() / row_bytes;
+    let Buffers { codes, scales, minima } = buffers;
+    codes.resize(TILE * DEPTH, 0);
+    scales.resize(TILE * DEPTH / GROUP, 0.0);
+    minima.resize(TILE * DEPTH / GROUP, 0.0);
+    for start in (0..x.cols).step_by(DEPTH) {
+        let depth = DEPTH.min(x.cols - start);
+        let from = start / ty.block_size() * ty.type_bytes();
+        let bytes = depth / ty.block_size() * ty.type_bytes();
+        let mut to = Codes { stride: DEPTH, codes, scales, minima };
+        codes::unpack(way.level(), ty, w, row_bytes, from, bytes, &mut to);
+        let (first, groups) = (start / x.group * PANEL, depth / x.group * PANEL);
+        for (p, acc) in acc.chunks_exact_mut(TILE * PANEL).enumerate() {
+            let entries = p * (x.cols / x.group) * PANEL + first;
+            let job = Job {
+                group: x.group,
+                signed: format.zero == 128,
+                minima: format.minima,
+                q: &x.q[(p * x.cols + start) * PANEL..][..depth * PANEL],
+                d: &x.d[entries..entries + groups],
+                offsets: &x.offsets[entries..entries + groups],
+                sums: &x.sums[entries..entries + groups],
+            };
+            for r in (0..rows).step_by(ROWS) {
+                let weights = Rows {
+                    codes: &codes[r * DEPTH..(r + ROWS) * DEPTH],
+                    scales: &scales[r * DEPTH / GROUP..(r + ROWS) * DEPTH / GROUP],
+                    minima: &minima[r * DEPTH / GROUP..(r + ROWS) * DEPTH / GROUP],
+                };
+                job.run(way, &weights, &mut acc[r * PANEL..(r + ROWS) * PANEL]);
+            }
+        }
+    }
+}
+
+/// A chunk of a panel.
+pub(super) struct Job<'a> {
+    pub(super) group: usize,
+    /// Whether codes fill all of a byte: signed integers, 128 greater.
+    pub(super) signed: bool,
+    pub(super) minima: bool,
+    pub(super) q: &'a [i8],
+    pub(super) d: &'a [f32],
+    pub(super) offsets: &'a [i32],
+    pub(super) sums: &'a [f32],
+}
+
+/// [`ROWS`] unpacked rows, [`DEPTH`] apart. Rows that are not there are computed and never read.
+pub(super) struct Rows<'a> {
+    pub(super) codes: &'a [u8],
+    pub(super) scales: &'a [f32],
+    pub(super) minima: &'a [f32],
+}
+
+impl Job<'_> {
+    /// `acc[r][lane] += w[r] . q[lane]`.
+    fn run(&self, way: Way, w: &Rows<'_>, acc: &mut [f32]) {
+        // Lengths that the loops below, and those with intrinsics, count on.
+        let entries = self.q.len() / self.group;
+        assert!(self.q.len() <= DEPTH * PANEL && self.q.len().is_multiple_of(self.group * PANEL));
+        assert!(self.d.len() == entries && self.offsets.len() == entries && self.sums.len() == entries);
+        assert!(w.codes.len() == ROWS * DEPTH && w.scales.len() == ROWS * DEPTH / GROUP);
+        assert!(w.minima.len() == ROWS * DEPTH / GROUP && acc.len() == ROWS * PANEL);
+        #[cfg(target_arch = "x86_64")]
+        match way {
+            // SAFETY: the way is one of this machine; lengths were checked above.
+            Way::Vnni => return unsafe { super::x86::many_vnni(self, w, acc) },
+            // SAFETY: as above.
+            Way::Avx2 => return unsafe { super::x86::many_avx2(self, w, acc) },
+            Way::Plain => {}
+        }
+        let _ = way;
+        for (r, acc) in acc.as_chunks_mut::<PANEL>().0.iter_mut().enumerate() {
+            self.plain(w, r, acc);
+        }
+    }
+
+    fn plain(&self, w: &Rows<'_>, r: usize, acc: &mut [f32; PANEL]) {
+        for (g, q) in self.q.chunks_exact(self.group * PANEL).enumerate() {
+            let entry = r * (DEPTH / GROUP) + g * self.group / GROUP;
+            let codes = &w.codes[r * DEPTH + g * self.group..][..self.group];
+            let mut products = [0i32; PANEL];
+            for (codes, q) in codes.as_chunks::<4>().0.iter().zip(q.as_chunks::<{ 4 * PANEL }>().0) {
+                for (product, q) in products.iter_mut().zip(q.as_chunks::<4>().0) {
+                    *product += codes.iter().zip(q).map(|(&code, &q)| i32::from(code) * i32::from(q)).sum::<i32>();
+                }
+            }
+            for (lane, product) in products.into_iter().enumerate() {
+                let at = g * PANEL + lane;
+                acc[lane] += w.scales[entry] * self.d[at] * (product + self.offsets[at]) as f32;
+                if self.minima {
+                    acc[lane] += w.minima[entry] * self.sums[at];
+                }
+            }
+        }
+    }
+}
