@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use super::device::choose;
 use super::output::say;
 use super::size::{format_size, parse_size};
-use crate::engine::{KvType, PoolConfig, PoolMode, Runtime, RuntimeConfig, SessionConfig};
+use crate::engine::{ActType, KvType, PoolConfig, PoolMode, Runtime, RuntimeConfig, SessionConfig};
 use crate::error::{Error, Result};
 use crate::gguf::{Bytes, Gguf};
 use crate::sampling::Sampling;
@@ -88,7 +88,7 @@ pub(super) struct DeviceFlags {
 
 impl DeviceFlags {
     /// Takes the device and says which.
-    pub(super) fn open(&self) -> Result<Arc<Runtime>> {
+    fn open(&self, act: ActType) -> Result<Arc<Runtime>> {
         let device = choose(self.device.as_deref())?;
         if self.devices > 1 {
             return Err(Error::Unsupported {
@@ -103,7 +103,7 @@ impl DeviceFlags {
             PoolChoice::Slab => PoolMode::Slab,
         });
         pool.limit_bytes = self.mem_limit;
-        let config = RuntimeConfig { pool, graphs: self.graphs == Switch::On, ..RuntimeConfig::default() };
+        let config = RuntimeConfig { pool, graphs: self.graphs == Switch::On, act, ..RuntimeConfig::default() };
         let runtime = Runtime::on(&device, config)?;
         let limit = self.mem_limit.map_or_else(String::new, |bytes| format!(", limit {}", format_size(bytes as u64)));
         let graphs = if self.graphs == Switch::On { "on" } else { "off" };
@@ -140,9 +140,9 @@ pub(super) struct EngineFlags {
     /// Type of the value cache (also -ctv)
     #[arg(long = "cache-type-v", value_enum, default_value_t = KvChoice::F16)]
     cache_type_v: KvChoice,
-    /// Activations in dot products: f32, or q8 (not available yet) [default: f32]
-    #[arg(long, value_enum)]
-    act: Option<ActChoice>,
+    /// Activations in products with weights in blocks; weights of floats always take floats
+    #[arg(long, value_enum, default_value_t = ActChoice::Q8)]
+    act: ActChoice,
     /// Layers on the device: all of them, for now (also -ngl)
     #[arg(long = "n-gpu-layers", value_name = "N|auto|all", default_value = "all", allow_hyphen_values = true)]
     gpu_layers: String,
@@ -157,9 +157,6 @@ impl EngineFlags {
         let missing = |what, found: &str, advice: &str| {
             Err(Error::Unsupported { what, found: found.to_owned(), advice: advice.to_owned() })
         };
-        if self.act == Some(ActChoice::Q8) {
-            return missing("quantising activations", "--act q8", "--act f32");
-        }
         if self.cache_type_k != self.cache_type_v {
             let found = format!("-ctk {} with -ctv {}", self.cache_type_k.name(), self.cache_type_v.name());
             return missing("caching keys and values in different types", &found, "the same type for both");
@@ -179,6 +176,13 @@ impl EngineFlags {
         }
     }
 
+    /// Takes the device that these flags are for and says which.
+    pub(super) fn open(&self, device: &DeviceFlags) -> Result<Arc<Runtime>> {
+        let runtime = device.open(self.act.into())?;
+        say(self.describe());
+        Ok(runtime)
+    }
+
     /// The sequence that these flags ask for; `context` and `ubatch` where they leave it open.
     pub(super) fn session(&self, context: Option<usize>, ubatch: usize) -> SessionConfig {
         SessionConfig {
@@ -196,7 +200,7 @@ impl EngineFlags {
             "device": info.backend,
             "ordinal": info.ordinal.0,
             "device_name": info.name,
-            "act": "f32",
+            "act": self.act.name(),
             "cache_type_k": self.cache_type_k.name(),
             "cache_type_v": self.cache_type_v.name(),
             "graphs": runtime.config().graphs,
@@ -204,8 +208,9 @@ impl EngineFlags {
     }
 
     /// The same for people.
-    pub(super) fn describe(&self) -> String {
-        format!("activations: f32; cache: {} keys, {} values", self.cache_type_k.name(), self.cache_type_v.name())
+    fn describe(&self) -> String {
+        let (act, keys, values) = (self.act.name(), self.cache_type_k.name(), self.cache_type_v.name());
+        format!("activations: {act}; cache: {keys} keys, {values} values")
     }
 }
 
@@ -245,8 +250,26 @@ impl From<KvChoice> for KvType {
 pub(super) enum ActChoice {
     /// Floats.
     F32,
-    /// Quantised to 8 bits a block.
+    /// 8-bit integers with a scale for each 32.
     Q8,
+}
+
+impl ActChoice {
+    fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::Q8 => "q8",
+        }
+    }
+}
+
+impl From<ActChoice> for ActType {
+    fn from(choice: ActChoice) -> Self {
+        match choice {
+            ActChoice::F32 => Self::F32,
+            ActChoice::Q8 => Self::Q8,
+        }
+    }
 }
 
 /// How tokens are chosen.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use serde_json::json;
 
 use super::flags::{DeviceFlags, EngineFlags, ModelFlags, TokenList};
-use super::output::{Output, say};
+use super::output::Output;
 use super::run::{graphs_json, merged, pool_json};
 use crate::engine::Session;
 use crate::error::{Error, Result};
@@ -37,8 +37,7 @@ const ROWS: usize = 16;
 pub(super) fn run(flags: &Flags, out: &mut Output) -> Result<()> {
     flags.engine.check()?;
     let file = Arc::new(flags.model.open()?);
-    let runtime = flags.device.open()?;
-    say(flags.engine.describe());
+    let runtime = flags.engine.open(&flags.device)?;
     let model = Arc::new(models::load(file, &runtime)?);
     let prompt = flags.tokens.check(model.vocabulary)?;
     if prompt.is_empty() {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use serde_json::json;
 
 use super::flags::{DeviceFlags, EngineFlags, ModelFlags};
-use super::output::{Output, progress, say};
+use super::output::{Output, progress};
 use super::run::{graphs_json, merged, pool_json};
 use crate::engine::Session;
 use crate::error::{Error, Result};
@@ -44,8 +44,7 @@ pub(super) fn run(flags: &Flags, out: &mut Output) -> Result<()> {
     if tokens.len() < 2 {
         return Err(Error::argument("-f", "a text of at least two tokens", tokens.len()));
     }
-    let runtime = flags.device.open()?;
-    say(flags.engine.describe());
+    let runtime = flags.engine.open(&flags.device)?;
     let model = Arc::new(models::load(file, &runtime)?);
     let mut config = flags.engine.session(Some(tokens.len().min(model.context)), 512);
     config.logit_rows = ROWS;

@@ -77,8 +77,7 @@ pub(super) fn run(flags: &Flags, out: &mut Output) -> Result<()> {
         Some(Tokenizer::from_gguf(&file)?)
     };
     let prompt = prompt_ids(flags, &file, tokenizer.as_ref())?;
-    let runtime = flags.device.open()?;
-    say(flags.engine.describe());
+    let runtime = flags.engine.open(&flags.device)?;
     let model = Arc::new(models::load(file, &runtime)?);
     let config = flags.engine.session(None, 512);
     let mut session = Session::new(Arc::clone(&runtime), model, config)?;

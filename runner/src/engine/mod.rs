@@ -5,7 +5,7 @@ mod session;
 mod step;
 
 pub use runtime::StepKey;
-pub use runtime::{PoolConfig, PoolMode, Runtime, RuntimeConfig};
+pub use runtime::{ActType, PoolConfig, PoolMode, Runtime, RuntimeConfig};
 pub use session::{KvType, Session, SessionConfig};
 pub use step::Step;
 pub(crate) use step::{tensor_bytes, view_of};

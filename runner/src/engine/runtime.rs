@@ -13,7 +13,17 @@ use super::step::Step;
 use crate::device::Device;
 use crate::error::Result;
 
-/// How a device's memory and graphs are set up.
+/// What products with weights in blocks take as their other factor.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum ActType {
+    /// 32-bit floats.
+    F32,
+    /// 8-bit integers with a scale for each 32, made anew for each input.
+    #[default]
+    Q8,
+}
+
+/// How a device's memory and graphs are set up, and what its products are made of.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct RuntimeConfig {
@@ -21,13 +31,15 @@ pub struct RuntimeConfig {
     pub pool: PoolConfig,
     /// Whether steps are captured and replayed.
     pub graphs: bool,
+    /// Activations in products with weights in blocks; weights of floats always take floats.
+    pub act: ActType,
     /// Whether a captured address that no step declared is an error; else it is pinned. For tests.
     pub strict: bool,
 }
 
 impl Default for RuntimeConfig {
     fn default() -> Self {
-        Self { pool: PoolConfig::vmm(), graphs: true, strict: false }
+        Self { pool: PoolConfig::vmm(), graphs: true, act: ActType::default(), strict: false }
     }
 }
 
@@ -139,7 +151,7 @@ impl Runtime {
             }
             scope.keep(Arc::clone(&self.kernels) as _);
             let allocate = |bytes| Ok(scope.alloc::<u8>(bytes)?);
-            let mut step = Step::new(self.device(), &allocate);
+            let mut step = Step::new(self.device(), self.config.act, &allocate);
             build(&mut step)?;
             step.launch(&self.kernels, scope.stream().handle())
         })

@@ -6,6 +6,7 @@ use evergraph_kernels::quant::QuantType;
 use evergraph_pool::DeviceSlice;
 use evergraph_pool::driver::{DeviceOrdinal, StreamHandle};
 
+use super::runtime::ActType;
 use crate::error::Result;
 
 /// Ops in the order they run, and their scratch.
@@ -15,14 +16,25 @@ use crate::error::Result;
 /// are queued. Inside a capture it becomes the graph's.
 pub struct Step<'a> {
     device: DeviceOrdinal,
+    act: ActType,
     allocate: &'a dyn Fn(usize) -> Result<DeviceSlice<u8>>,
     plan: Plan,
     scratch: Vec<DeviceSlice<u8>>,
 }
 
 impl<'a> Step<'a> {
-    pub(super) fn new(device: DeviceOrdinal, allocate: &'a dyn Fn(usize) -> Result<DeviceSlice<u8>>) -> Self {
-        Self { device, allocate, plan: Plan::new(), scratch: Vec::new() }
+    pub(super) fn new(
+        device: DeviceOrdinal,
+        act: ActType,
+        allocate: &'a dyn Fn(usize) -> Result<DeviceSlice<u8>>,
+    ) -> Self {
+        Self { device, act, allocate, plan: Plan::new(), scratch: Vec::new() }
+    }
+
+    /// What products with weights in blocks are to take.
+    #[must_use]
+    pub fn act(&self) -> ActType {
+        self.act
     }
 
     /// Scratch of a shape. Contents are undefined.

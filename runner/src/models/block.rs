@@ -1,10 +1,11 @@
 //! The parts of a transformer block, as ops on a step. Models put them together from their files.
 
 use evergraph_kernels::ops::{
-    Activation, Attention, ExpertMatMul, ExpertSum, Glu, KvStore, MatMul, RmsNorm, Rope, Router, Scoring, TensorView,
+    Activation, Attention, ExpertSum, Glu, KvStore, RmsNorm, Rope, Router, Scoring, TensorView,
 };
 use evergraph_kernels::quant::QuantType;
 
+use super::input::{Input, Room};
 use super::kv::LayerCache;
 use crate::engine::Step;
 use crate::error::Result;
@@ -102,6 +103,8 @@ pub(super) struct Shared {
     v: TensorView,
     a: TensorView,
     ffn: FfnScratch,
+    /// For the input of the products at hand, where it is quantised.
+    room: Option<Room>,
 }
 
 #[derive(Debug, Default)]
@@ -140,6 +143,9 @@ impl Shared {
                 y: step.floats("expert outputs", &[tokens, used, width])?,
             });
         }
+        let inputs = [width, part(&|part| part.heads * part.value_dim), hidden];
+        let widest = inputs.into_iter().max().unwrap_or(width);
+        let room = Room::new(step, tokens.saturating_mul(widest), blocks.iter().flat_map(Block::products))?;
         Ok(Self {
             x: step.floats("block input", &[tokens, width])?,
             y: step.floats("block output", &[tokens, width])?,
@@ -148,6 +154,7 @@ impl Shared {
             v: step.floats("v", &[tokens, part(&|part| part.kv_heads * part.value_dim)])?,
             a: step.floats("attention", &[tokens, part(&|part| part.heads * part.value_dim)])?,
             ffn,
+            room,
         })
     }
 }
@@ -161,6 +168,15 @@ fn fitted(buffer: &TensorView, tokens: usize, width: usize) -> Result<TensorView
 }
 
 impl Block {
+    /// The weights of its products.
+    fn products(&self) -> impl Iterator<Item = &TensorView> {
+        let part = &self.attention;
+        [&part.q, &part.k, &part.v, &part.output].into_iter().chain(match &self.ffn {
+            FeedForward::Dense { gate, up, down, .. } => [gate, up, down],
+            FeedForward::Experts { gate, up, down, .. } => [gate, up, down],
+        })
+    }
+
     /// `h` (`[T, D]`) through the block, in place.
     pub(super) fn forward(
         &self,
@@ -196,8 +212,9 @@ impl AttentionPart {
         let k = fitted(&shared.k, tokens, self.kv_heads * self.key_dim)?;
         let v = fitted(&shared.v, tokens, self.kv_heads * self.value_dim)?;
         let a = fitted(&shared.a, tokens, self.heads * self.value_dim)?;
+        let x = Input::new(step, shared.room.as_ref(), &shared.x, [&self.q, &self.k, &self.v])?;
         for (w, y) in [(&self.q, &q), (&self.k, &k), (&self.v, &v)] {
-            step.push(MatMul::new(w.clone(), shared.x.clone(), y.clone()))?;
+            x.times(step, w, y)?;
         }
         let (q, k, v) = (q.heads(self.heads)?, k.heads(self.kv_heads)?, v.heads(self.kv_heads)?);
         for (heads, norm) in [(&q, &self.q_norm), (&k, &self.k_norm)] {
@@ -219,7 +236,7 @@ impl AttentionPart {
             sinks: None,
             ring: cache.ring,
         })?;
-        step.push(MatMul::new(self.output.clone(), a, shared.y.clone()))
+        Input::new(step, shared.room.as_ref(), &a, [&self.output])?.times(step, &self.output, &shared.y)
     }
 }
 
@@ -237,17 +254,20 @@ impl FeedForward {
         let (Some(gate_out), Some(up_out)) = (&shared.ffn.gate, &shared.ffn.up) else { return Ok(()) };
         let gate_out = fitted(gate_out, tokens, self.hidden())?;
         let up_out = fitted(up_out, tokens, self.hidden())?;
+        let room = shared.room.as_ref();
         match self {
             Self::Dense { gate, up, down, activation } => {
-                step.push(MatMul::new(gate.clone(), shared.x.clone(), gate_out.clone()))?;
-                step.push(MatMul::new(up.clone(), shared.x.clone(), up_out.clone()))?;
+                let x = Input::new(step, room, &shared.x, [gate, up])?;
+                x.times(step, gate, &gate_out)?;
+                x.times(step, up, &up_out)?;
                 step.push(glu(&gate_out, &up_out, *activation))?;
-                step.push(MatMul::new(down.clone(), gate_out, shared.y.clone()))
+                Input::new(step, room, &gate_out, [down])?.times(step, down, &shared.y)
             }
             Self::Experts { router, gate, up, down, used, activation } => {
                 let Some(scratch) = shared.ffn.router.clone() else { return Ok(()) };
                 let (gate_out, up_out) = (gate_out.heads(*used)?, up_out.heads(*used)?);
-                step.push(MatMul::new(router.clone(), shared.x.clone(), scratch.logits.clone()))?;
+                let x = Input::new(step, room, &shared.x, [router, gate, up])?;
+                x.times(step, router, &scratch.logits)?;
                 step.push(Router {
                     logits: scratch.logits,
                     bias: None,
@@ -259,12 +279,11 @@ impl FeedForward {
                     scale: 1.0,
                 })?;
                 for (w, y) in [(gate, &gate_out), (up, &up_out)] {
-                    let (w, x, ids) = (w.clone(), shared.x.clone(), scratch.ids.clone());
-                    step.push(ExpertMatMul::new(w, x, ids, y.clone()))?;
+                    x.times_experts(step, w, &scratch.ids, y)?;
                 }
                 step.push(glu(&gate_out, &up_out, *activation))?;
                 let (ids, y) = (scratch.ids, scratch.y);
-                step.push(ExpertMatMul::new(down.clone(), gate_out, ids, y.clone()))?;
+                Input::new(step, room, &gate_out, [down])?.times_experts(step, down, &ids, &y)?;
                 let (weights, out) = (scratch.weights, shared.y.clone());
                 step.push(ExpertSum { y, weights, expert_scale: None, residual: None, out })
             }

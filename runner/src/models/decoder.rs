@@ -1,9 +1,10 @@
 //! A stack of blocks between an embedding and an output matrix.
 
-use evergraph_kernels::ops::{Copy, GetRows, MatMul, RmsNorm, Softcap, TensorView};
+use evergraph_kernels::ops::{Copy, GetRows, RmsNorm, Softcap, TensorView};
 use evergraph_pool::{Tracked, Use};
 
 use super::block::{Block, Shared};
+use super::input::{Input, Room};
 use super::kv::KvCache;
 use super::weights::Weights;
 use crate::engine::Step;
@@ -84,7 +85,8 @@ impl Decoder {
     /// # Errors
     /// Those of ops.
     pub fn head(&self, step: &mut Step<'_>, hidden: &TensorView, logits: &TensorView) -> Result<()> {
-        step.push(MatMul::new(self.output.clone(), hidden.clone(), logits.clone()))?;
+        let room = Room::new(step, hidden.len(), [&self.output])?;
+        Input::new(step, room.as_ref(), hidden, [&self.output])?.times(step, &self.output, logits)?;
         match self.softcap {
             Some(cap) => step.push(Softcap { x: logits.clone(), out: logits.clone(), cap }),
             None => Ok(()),

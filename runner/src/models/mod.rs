@@ -3,6 +3,7 @@
 mod block;
 mod decoder;
 mod gemma3;
+mod input;
 mod kv;
 mod weights;
 
