@@ -25,8 +25,9 @@
 //! One launch per op. What changes from token to token (token id, position, sampling state) is read from
 //! device memory, and grids depend on capacities only: a decode step is the same graph for each token.
 //! A matrix product with few tokens reads each weight block once and is bound by memory; one with many
-//! dequantises tiles and is bound by arithmetic. The result of one output element does not depend on the
-//! number of threads.
+//! dequantises tiles and is bound by arithmetic. With activations from [`ops::Quantize`] the codes of weights in blocks are
+//! multiplied as integers, which is less work. The result of one output element does not depend on the
+//! number of threads, nor, with integers, on the instruction set.
 
 pub mod cases;
 pub mod cpu;

@@ -165,13 +165,27 @@ fn run_answers_as_promised() {
     for key in ["captures", "replays", "remaps", "updates", "recaptures", "eager", "evictions"] {
         assert!(found["graphs"][key].is_number(), "{key}");
     }
-    assert_eq!(found["act"], "f32");
+    assert_eq!(found["act"], "q8");
     assert_eq!(found["cache_type_k"], "f16");
 
     // text mode: the same text, and nothing else, on standard output
     let output = evergraph(&["run", "-m", &model, "-p", "hello", "-n", "6", "--temp", "0"]);
     assert_eq!(String::from_utf8(output.stdout).unwrap(), format!("{}\n", found["text"].as_str().unwrap()));
     assert!(String::from_utf8(output.stderr).unwrap().contains("device: host"));
+}
+
+#[test]
+fn the_kind_of_activations_is_told_and_leaves_weights_of_floats_alone() {
+    let (model, text) = (data("gemma3.gguf"), data("ppl_text.txt"));
+    for act in ["f32", "q8"] {
+        let output = evergraph(&["run", "-m", &model, "-p", "x", "-n", "1", "--act", act]);
+        assert!(String::from_utf8(output.stderr).unwrap().contains(&format!("activations: {act}")));
+        assert_eq!(works(&["perplexity", "-m", &model, "-f", &text, "-c", "64", "--act", act])["act"], act);
+    }
+    let logits = |act: &str| works(&["logits", "-m", &model, "--tokens", "2,315,331", "--decode", "2", "--act", act]);
+    let (floats, integers) = (logits("f32"), logits("q8"));
+    assert_eq!((&floats["act"], &integers["act"]), (&"f32".into(), &"q8".into()));
+    assert_eq!(floats["final_logits"], integers["final_logits"], "this model's weights are floats");
 }
 
 #[test]
@@ -361,7 +375,6 @@ fn requests_that_can_not_be_met_are_refused() {
     assert!(fails(&["run", "-m", &model, "--tokens", "2,512", "-n", "1"], 1).contains("512"));
     assert!(fails(&["logits", "-m", &model, "--tokens", "2,-1"], 1).contains("-1"));
     assert!(fails(&["logits", "-m", &model, "--tokens", "2,3", "--decode", "5000"], 1).contains("4096"));
-    assert!(fails(&["run", "-m", &model, "-p", "x", "--act", "q8"], 1).contains("q8"));
     assert!(fails(&["run", "-m", &model, "-p", "x", "-ngl", "3"], 1).contains("help:"));
     assert!(fails(&["run", "-m", &model, "-p", "x", "-ctk", "f32"], 1).contains("-ctv f16"));
     assert!(fails(&["run", "-m", &model, "-p", "x", "--devices", "2"], 1).contains("--devices 2"));
@@ -387,6 +400,7 @@ fn words_that_are_off_end_with_status_2() {
         &["run", "-m", &model, "-p", "x", "--graphs", "maybe"],
         &["run", "-m", &model, "-p", "x", "--mem-limit", "lots"],
         &["run", "-m", &model, "-p", "x", "-ctk", "q3"],
+        &["run", "-m", &model, "-p", "x", "--act", "q4"],
         &["run", "-m", &model, "-p", "x", "--temp", "-1"],
         &["run", "-m", &model, "-p", "x", "--top-p", "2"],
         &["run", "-m", &model, "-p", "x", "--device", "tpu"],
@@ -456,6 +470,7 @@ fn llama_cpps_words_and_environment_work() {
     };
     let found = by("LLAMA_ARG_UBATCH", "2");
     assert_eq!(found["tokens"].as_array().unwrap().len(), 3);
+    assert_eq!((&found["act"], &by("EVERGRAPH_ACT", "f32")["act"]), (&"q8".into(), &"f32".into()));
     assert_eq!(by("EVERGRAPH_PREDICT", "5")["tokens"].as_array().unwrap().len(), 5, "ours come first");
 }
 

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 
-use evergraph_runner::engine::{KvType, Runtime, RuntimeConfig, Session, SessionConfig};
+use evergraph_runner::engine::{ActType, KvType, Runtime, RuntimeConfig, Session, SessionConfig};
 use evergraph_runner::gguf::Gguf;
 use evergraph_runner::models;
 use evergraph_runner::sampling::Sampling;
@@ -56,7 +56,9 @@ fn the_greedy_text_and_its_logits_are_the_references() {
     let prompt = tokenizer.encode(golden["prompt"].as_str().unwrap(), Encode::default()).unwrap();
     assert_eq!(prompt, ids(&golden["prompt_tokens"]));
 
-    let runtime = Arc::new(Runtime::host(RuntimeConfig::default()).unwrap());
+    let mut config = RuntimeConfig::default();
+    config.act = ActType::F32;
+    let runtime = Arc::new(Runtime::host(config).unwrap());
     let model = Arc::new(models::load(file, &runtime).unwrap());
     let mut settings = SessionConfig::default();
     settings.context = Some(64);
@@ -80,16 +82,33 @@ fn the_greedy_text_and_its_logits_are_the_references() {
     assert!(counters.replays >= 21 && counters.eager == 0, "{counters:?}");
 }
 
-#[test]
-fn the_perplexity_is_the_references() {
-    let Some(path) = model() else { return };
-    let golden = golden()["perplexity"].clone();
+/// The perplexity of the reference's text, with activations of a kind.
+fn perplexity(path: &Path, act: &str) -> f64 {
     let mut command = Command::new(env!("CARGO_BIN_EXE_evergraph"));
-    command.args(["perplexity", "--json", "-ctk", "f32", "-ctv", "f32", "--device", "host", "-m"]);
+    command.args(["perplexity", "--json", "-ctk", "f32", "-ctv", "f32", "--act", act, "--device", "host", "-m"]);
     let output = command.arg(path).arg("-f").arg(data("ppl_text.txt")).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let found: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let golden = &golden()["perplexity"];
     assert_eq!((&found["tokens"], &found["chunks"]), (&golden["n_tokens"], &1.into()));
-    let (found, expected) = (found["ppl"].as_f64().unwrap(), golden["ppl"].as_f64().unwrap());
+    assert_eq!(found["act"], act);
+    found["ppl"].as_f64().unwrap()
+}
+
+#[test]
+fn the_perplexity_is_the_references() {
+    let Some(path) = model() else { return };
+    let (found, expected) = (perplexity(&path, "f32"), golden()["perplexity"]["ppl"].as_f64().unwrap());
     assert!((found / expected - 1.0).abs() < 0.005, "{found} instead of {expected}");
+}
+
+#[test]
+fn quantised_activations_cost_no_more_than_llama_cpps() {
+    let Some(path) = model() else { return };
+    let golden = golden()["perplexity"].clone();
+    let (exact, most) = (golden["ppl"].as_f64().unwrap(), golden["llama_cpp_native_ppl"].as_f64().unwrap());
+    let found = perplexity(&path, "q8");
+    assert!(most < 6.18, "the reference's own figure: {most}");
+    assert!(found <= most, "{found} with q8, {exact} with f32; llama.cpp has {most}");
+    assert!((found / exact - 1.0).abs() > 1e-6, "{found}: the same as with f32, so nothing was quantised");
 }

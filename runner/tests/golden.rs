@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use evergraph_graphcache::Counters;
 use evergraph_pool::driver::host::{HostConfig, HostDevice};
-use evergraph_runner::engine::{KvType, PoolConfig, PoolMode, Runtime, RuntimeConfig, Session, SessionConfig};
+use evergraph_runner::engine::{ActType, KvType, PoolConfig, PoolMode, Runtime, RuntimeConfig, Session, SessionConfig};
 use evergraph_runner::gguf::Gguf;
 use evergraph_runner::models;
 use evergraph_runner::sampling::Sampling;
@@ -30,6 +30,7 @@ fn config(mode: PoolMode, graphs: bool, limit_bytes: Option<usize>) -> RuntimeCo
     config.pool = PoolConfig::new(mode);
     config.pool.limit_bytes = limit_bytes;
     config.graphs = graphs;
+    config.act = ActType::F32;
     config.strict = true;
     config
 }

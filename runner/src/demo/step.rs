@@ -4,6 +4,8 @@
 //! [`FUSED_UP_TO`] tokens of cache, attention is one kernel. Deeper caches take the way of a card without
 //! flash attention: keys and values are widened to `f32`, the scores of all heads are written out, and all of that is
 //! scratch from the pool, which grows with the capacity of the cache.
+//!
+//! Activations stay `f32`: the story is about memory, and its limits are tuned to this scratch.
 
 use evergraph_graphcache::Scope;
 use evergraph_kernels::Kernels;
