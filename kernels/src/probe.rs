@@ -23,6 +23,8 @@ use evergraph_pool::driver::{
     ModuleHandle, ModuleImage, StreamHandle,
 };
 
+use crate::cuda::{self, DiskCache, SOURCES, Source, Target};
+
 /// A run of 32-bit words in device memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Words {
@@ -42,8 +44,8 @@ impl Words {
 
 /// The probe kernels of one device, loaded once, unloaded on drop.
 ///
-/// Only the host device has bodies: it checks each span against its map, so that a launch on memory that
-/// is gone ends in the sticky fault of real hardware, and never in undefined behaviour.
+/// The host device checks each span against its map, so that a launch on memory that is gone ends in the sticky fault of
+/// real hardware, and never in undefined behaviour. Hardware checks by page: what is launched there must be sound.
 ///
 /// # Reuse and capture
 /// Everything is loaded here, so a launch may be captured. Graphs must not outlive the value.
@@ -51,6 +53,8 @@ pub struct Probe {
     driver: DynDriver,
     module: ModuleHandle,
     functions: [FunctionHandle; KERNELS.len()],
+    /// Whether a launch is spread over many threads; a host body is one.
+    wide: bool,
 }
 
 impl fmt::Debug for Probe {
@@ -63,14 +67,13 @@ impl Probe {
     /// Loads the kernels on the driver's device.
     ///
     /// # Errors
-    /// The driver's, or "not supported" on a device other than the host device.
+    /// The driver's; where the kernels have to be compiled and can not be, `Other` with the compiler's words.
     pub fn load(driver: DynDriver) -> DriverResult<Self> {
         driver.bind()?;
-        if driver.info().backend != "host" {
-            let kind = DriverErrorKind::NotSupported("probe kernels run on the host device");
-            return Err(DriverError::new("module_load", driver.info().ordinal, kind));
-        }
-        let module = driver.module_load(ModuleImage::Host(&KERNELS))?;
+        let module = match driver.info().backend {
+            "host" => driver.module_load(ModuleImage::Host(&KERNELS))?,
+            _ => driver.module_load(ModuleImage::Binary(&compiled(&driver)?))?,
+        };
         let mut functions = [FunctionHandle(0); KERNELS.len()];
         for (function, kernel) in functions.iter_mut().zip(&KERNELS) {
             match driver.function(module, kernel.name) {
@@ -81,7 +84,8 @@ impl Probe {
                 }
             }
         }
-        Ok(Self { driver, module, functions })
+        let wide = driver.info().backend != "host";
+        Ok(Self { driver, module, functions, wide })
     }
 
     /// The module, which graphs that use these kernels depend on.
@@ -95,7 +99,7 @@ impl Probe {
     /// # Errors
     /// The driver's.
     pub fn fill(&self, stream: StreamHandle, out: Words, value: u32) -> DriverResult<()> {
-        self.launch(FILL, Args::new().ptr(out.ptr).u32(words(out.len)).u32(value), stream)
+        self.launch(FILL, out.len, Args::new().ptr(out.ptr).u32(words(out.len)).u32(value), stream)
     }
 
     /// `out[i] = input[i] + k`, as far as both reach.
@@ -104,7 +108,7 @@ impl Probe {
     /// The driver's.
     pub fn add(&self, stream: StreamHandle, input: Words, k: u32, out: Words) -> DriverResult<()> {
         let len = input.len.min(out.len);
-        self.launch(ADD, Args::new().ptr(input.ptr).ptr(out.ptr).u32(words(len)).u32(k), stream)
+        self.launch(ADD, len, Args::new().ptr(input.ptr).ptr(out.ptr).u32(words(len)).u32(k), stream)
     }
 
     /// `out[i] = 3 a[i] + b[i]`, as far as all reach.
@@ -113,7 +117,7 @@ impl Probe {
     /// The driver's.
     pub fn mix(&self, stream: StreamHandle, a: Words, b: Words, out: Words) -> DriverResult<()> {
         let len = a.len.min(b.len).min(out.len);
-        self.launch(MIX, Args::new().ptr(a.ptr).ptr(b.ptr).ptr(out.ptr).u32(words(len)), stream)
+        self.launch(MIX, len, Args::new().ptr(a.ptr).ptr(b.ptr).ptr(out.ptr).u32(words(len)), stream)
     }
 
     /// `state[i] += input[i]`, as far as both reach.
@@ -122,7 +126,7 @@ impl Probe {
     /// The driver's.
     pub fn accumulate(&self, stream: StreamHandle, input: Words, state: Words) -> DriverResult<()> {
         let len = input.len.min(state.len);
-        self.launch(ACCUMULATE, Args::new().ptr(input.ptr).ptr(state.ptr).u32(words(len)), stream)
+        self.launch(ACCUMULATE, len, Args::new().ptr(input.ptr).ptr(state.ptr).u32(words(len)), stream)
     }
 
     /// `out[i] = Σ_j table[j][i]`: `table` holds `rows` device addresses of runs as long as `out`.
@@ -130,7 +134,7 @@ impl Probe {
     /// # Errors
     /// The driver's.
     pub fn gather(&self, stream: StreamHandle, table: DevicePtr, rows: usize, out: Words) -> DriverResult<()> {
-        self.launch(GATHER, Args::new().ptr(table).ptr(out.ptr).u32(words(rows)).u32(words(out.len)), stream)
+        self.launch(GATHER, out.len, Args::new().ptr(table).ptr(out.ptr).u32(words(rows)).u32(words(out.len)), stream)
     }
 
     /// `cell[1] = cell[0]`, then `cell[0] += 1`: a counter that must start as zero.
@@ -138,7 +142,7 @@ impl Probe {
     /// # Errors
     /// The driver's.
     pub fn count(&self, stream: StreamHandle, cell: Words) -> DriverResult<()> {
-        self.launch(COUNT, Args::new().ptr(cell.ptr), stream)
+        self.launch(COUNT, 1, Args::new().ptr(cell.ptr), stream)
     }
 
     /// The words that a launch of `function` with these packed arguments names, the written run last; `None` for
@@ -157,13 +161,18 @@ impl Probe {
         })
     }
 
-    fn launch(&self, kernel: usize, args: &Args, stream: StreamHandle) -> DriverResult<()> {
+    fn launch(&self, kernel: usize, words: usize, args: &Args, stream: StreamHandle) -> DriverResult<()> {
         self.driver.bind()?;
-        // SAFETY: the arguments were packed in the order of the kernel's parameters, and `load` admits only the
-        // host device, which checks every span that a body touches against its map.
-        unsafe {
-            self.driver.launch_kernel(self.functions[kernel], &LaunchConfig::linear(1, 1), args.as_bytes(), stream)
-        }
+        let config = if self.wide {
+            let blocks = words.div_ceil(BLOCK as usize).clamp(1, MOST_BLOCKS);
+            LaunchConfig::linear(blocks as u32, BLOCK)
+        } else {
+            LaunchConfig::linear(1, 1)
+        };
+        // SAFETY: the arguments were packed in the order of the kernel's parameters. The host device checks every span
+        // that a body touches against its map. Elsewhere the words are the caller's slices; whether these are still
+        // live is what tokens and leases are for.
+        unsafe { self.driver.launch_kernel(self.functions[kernel], &config, args.as_bytes(), stream) }
     }
 }
 
@@ -174,6 +183,21 @@ impl Drop for Probe {
         }
     }
 }
+
+/// The kernels as code for a CUDA device.
+fn compiled(driver: &DynDriver) -> DriverResult<Vec<u8>> {
+    let other =
+        |name: String| DriverError::new("module_load", driver.info().ordinal, DriverErrorKind::Other { code: 0, name });
+    let sources: Vec<Source> = SOURCES.iter().filter(|source| source.name == "probe").copied().collect();
+    let target = Target::of(driver.info().compute_capability);
+    let images = cuda::images(&sources, target, &DiskCache::of_user()).map_err(|error| other(error.to_string()))?;
+    images.into_iter().next().map(|image| image.cubin).ok_or_else(|| other("no source of the probes".to_owned()))
+}
+
+/// Threads of a block where there are many.
+const BLOCK: u32 = 256;
+/// Blocks at most: each thread strides over the words.
+const MOST_BLOCKS: usize = 1024;
 
 const PTR: (u32, u32) = (8, 8);
 const U32: (u32, u32) = (4, 4);

@@ -4,7 +4,7 @@ use std::sync::{Arc, OnceLock};
 
 use evergraph_pool::driver::cuda::{self, CudaDevice, Missing};
 use evergraph_pool::driver::host::{HostConfig, HostDevice, HostMachine};
-use evergraph_pool::driver::{Driver, DriverResult, DynDriver};
+use evergraph_pool::driver::{DeviceInfo, Driver, DriverResult, DynDriver};
 use serde_json::{Value, json};
 
 use crate::error::{Error, Result};
@@ -70,6 +70,21 @@ impl Device {
     #[must_use]
     pub fn backend(&self) -> &'static str {
         self.0.as_ref().map_or("host", |hardware| hardware.first.info().backend)
+    }
+
+    /// What it is and can do; `None` for host devices, which are not made yet.
+    #[must_use]
+    pub fn info(&self) -> Option<&DeviceInfo> {
+        self.0.as_ref().map(|hardware| hardware.first.info())
+    }
+
+    /// How `--device` asks for it.
+    #[must_use]
+    pub fn words(&self) -> String {
+        match &self.0 {
+            Some(hardware) => format!("{}:{}", self.backend(), hardware.first.info().ordinal.0),
+            None => "host".to_owned(),
+        }
     }
 
     /// Its driver: the device itself, or a host device of that configuration.

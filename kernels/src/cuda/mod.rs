@@ -101,6 +101,16 @@ pub fn images(sources: &[Source], target: Target, disk: &DiskCache) -> Result<Ve
     sources.par_iter().map(one).collect()
 }
 
+/// Why kernels for `target` can not be had here, if they can not: the compiler does not load, and not all of them are on
+/// disk either.
+#[must_use]
+pub fn lacking(target: Target, disk: &DiskCache) -> Option<NvrtcError> {
+    let error = Nvrtc::load().err()?;
+    let compiler = disk::Compiler::find();
+    let on_disk = |source: &Source| disk.read(&disk.key(source, OPTIONS, target, &compiler)).is_some();
+    if SOURCES.iter().all(on_disk) { None } else { Some(error) }
+}
+
 /// Compiles one source.
 ///
 /// # Errors

@@ -2,7 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-use evergraph_pool::driver::cuda;
+use evergraph_kernels::cuda::{DiskCache, Target, lacking};
+use evergraph_pool::driver::{DeviceInfo, cuda};
 
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -49,8 +50,14 @@ pub(super) fn kernel_driver() -> Option<String> {
 }
 
 /// What kernels for a CUDA device lack, and how to get it.
-pub(super) fn kernels_missing() -> Option<(String, String)> {
-    Some(("this version has no CUDA kernels yet".to_owned(), "--device host".to_owned()))
+pub(super) fn kernels_missing(info: &DeviceInfo) -> Option<(String, String)> {
+    let error = lacking(Target::of(info.compute_capability), &DiskCache::of_user())?;
+    let text = error.to_string();
+    // The compiler's own words end with what to do.
+    Some(match text.split_once(": ") {
+        Some((what, advice)) => (format!("no kernels for {}: {what}", info.name), advice.to_owned()),
+        None => (format!("no kernels for {}: {text}", info.name), "another NVRTC".to_owned()),
+    })
 }
 
 /// Turns `--device` into a device.
@@ -61,8 +68,12 @@ pub(super) fn choose(asked: Option<&str>) -> Result<Device> {
     let (text, number) = match asked {
         Some("host" | "cpu") => return Ok(Device::host()),
         // Nobody asked: what can not be used is not worth a word.
-        None if cuda::survey().devices.is_empty() || kernels_missing().is_some() => return Ok(Device::host()),
-        None => return Ok(Device::cuda(0).unwrap_or_else(|_| Device::host())),
+        None => {
+            let survey = cuda::survey();
+            let usable =
+                survey.missing.is_none() && survey.devices.first().is_some_and(|d| kernels_missing(d).is_none());
+            return Ok(if usable { Device::cuda(0).unwrap_or_else(|_| Device::host()) } else { Device::host() });
+        }
         Some(text) => {
             let bad = || Error::argument("--device", "host, cuda or cuda:N", text);
             let number = match text.strip_prefix("cuda").ok_or_else(bad)? {
@@ -73,8 +84,10 @@ pub(super) fn choose(asked: Option<&str>) -> Result<Device> {
         }
     };
     let device = Device::cuda(number)?;
-    match kernels_missing() {
-        Some((found, advice)) => Err(Error::NoDevice { asked: text.to_owned(), found, advice }),
+    match device.info().and_then(kernels_missing) {
+        Some((found, advice)) => {
+            Err(Error::NoDevice { asked: text.to_owned(), found, advice: format!("{advice}; or --device host") })
+        }
         None => Ok(device),
     }
 }

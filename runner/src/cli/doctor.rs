@@ -77,7 +77,7 @@ pub(super) fn run(_flags: &Flags, out: &mut Output) -> Result<()> {
         None => {
             let (major, minor) = survey.driver_version.unwrap_or_default();
             out.line(format!("  ok       cuda driver: speaks CUDA {major}.{minor}"))?;
-            if let Some((what, advice)) = kernels_missing() {
+            if let Some((what, advice)) = survey.devices.iter().find_map(kernels_missing) {
                 out.line(format!("  missing  cuda kernels: {what}\n           to get it: {advice}"))?;
             }
         }
@@ -93,7 +93,7 @@ pub(super) fn run(_flags: &Flags, out: &mut Output) -> Result<()> {
 }
 
 fn document(survey: &Survey, libraries: &[(&Library, Option<PathBuf>)]) -> Value {
-    let kernels = kernels_missing();
+    let kernels = survey.devices.iter().find_map(kernels_missing);
     let usable = survey.missing.is_none() && kernels.is_none();
     let mut devices = vec![json!({
         "backend": "host",

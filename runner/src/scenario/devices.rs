@@ -6,12 +6,11 @@ use evergraph_graphcache::{CacheConfig, CacheError, GraphKey, Ran, Request};
 use evergraph_kernels::ops::{KvStore, Plan, Root, TensorView};
 use evergraph_kernels::quant::QuantType;
 use evergraph_kernels::{KernelError, Kernels};
-use evergraph_pool::driver::host::HostMachine;
 use evergraph_pool::driver::{DeviceOrdinal, Driver, DriverErrorKind, Streams};
 use evergraph_pool::{DeviceSlice, PoolError, Purpose, ScratchPolicy, Use};
 
-use super::stage::{PAGE_WORDS, Slice, Stage, count, device, pages, stepped, words};
-use super::story::{Story, Told};
+use super::stage::{Slice, Stage, count, device, stepped, words};
+use super::story::{Story, Told, Untold};
 use super::{Scenario, both};
 
 pub(super) static SCENARIOS: &[Scenario] = &[
@@ -38,28 +37,24 @@ pub(super) static SCENARIOS: &[Scenario] = &[
     ),
 ];
 
-fn two(story: &Story) -> Result<[Stage; 2], PoolError> {
-    let mut stages = HostMachine::new(2, device())?
-        .into_iter()
-        .map(|host| Stage::on(host, pages(story.mode()), CacheConfig::default()))
-        .collect::<Result<Vec<_>, _>>()?;
-    let (second, first) = (stages.pop(), stages.pop());
-    match (first, second) {
-        (Some(first), Some(second)) => Ok([first, second]),
-        _ => Err(PoolError::Config("a machine of two devices has two devices")),
-    }
+fn two(story: &Story) -> Result<[Stage; 2], Box<dyn std::error::Error>> {
+    let Some([first, second]) = story.device().pair(device())? else {
+        return Err(Untold("needs two devices that can reach each other".to_owned()).into());
+    };
+    let stage = |device| Stage::on(story, device, story.pages(), CacheConfig::default());
+    Ok([stage(first)?, stage(second)?])
 }
 
 fn other_device(story: &mut Story) -> Told {
     let [first, second] = two(story)?;
     let mut graphs = Vec::new();
     for stage in [&first, &second] {
-        let (input, out) = (stage.state(2 * PAGE_WORDS)?, stage.state(2 * PAGE_WORDS)?);
+        let (input, out) = (stage.state(2 * stage.page_words())?, stage.state(2 * stage.page_words())?);
         stage.settle("graph", ScratchPolicy::Track, |scope| stage.step(scope, &input, 1, &out))?;
         graphs.push((input, out));
     }
     story.say("device 0 is current on this thread; the pool of device 1 gives everything back");
-    drop(second.pool.alloc::<u32>(8 * PAGE_WORDS, &second.stream)?);
+    drop(second.pool.alloc::<u32>(8 * first.page_words(), &second.stream)?);
     second.stream.synchronize()?;
     first.driver.bind()?;
     let epoch = first.pool.counters().epoch_bumps;
@@ -85,9 +80,11 @@ fn other_device(story: &mut Story) -> Told {
 
 fn over_two(story: &mut Story) -> Told {
     let [first, second] = two(story)?;
-    let sources: Vec<Slice> = (0..3).map(|_| second.scratch(PAGE_WORDS)).collect::<Result<_, _>>()?;
-    let (landing, outs) =
-        (first.state(PAGE_WORDS)?, (0..3).map(|_| first.state(PAGE_WORDS)).collect::<Result<Vec<_>, _>>()?);
+    let sources: Vec<Slice> = (0..3).map(|_| second.scratch(first.page_words())).collect::<Result<_, _>>()?;
+    let (landing, outs) = (
+        first.state(first.page_words())?,
+        (0..3).map(|_| first.state(first.page_words())).collect::<Result<Vec<_>, _>>()?,
+    );
     let (here, there) = (first.pool.device(), second.pool.device());
     let run = |i: usize, source: &Slice| -> Result<Ran, CacheError> {
         let key = GraphKey::new(("over two devices", i));
@@ -120,7 +117,7 @@ fn over_two(story: &mut Story) -> Told {
     let stale = second.pool.counters().stale;
     second.pool.trim_to(0)?;
     story.check("graphs that went stale", 1, second.pool.counters().stale - stale);
-    let replaced = second.scratch(PAGE_WORDS)?;
+    let replaced = second.scratch(first.page_words())?;
     sources.insert(1, replaced);
     let mut ran = Vec::new();
     for (i, source) in sources.iter().enumerate() {
@@ -148,7 +145,7 @@ fn wrong_device(story: &mut Story) -> Told {
     }
     story.refused("an empty graph is not taken for a good one", "recorded nothing", &refused.map_or(Ok(()), Err));
     second.driver.bind()?;
-    story.check("graphs left on device 1", 0, second.driver.inner().live().graphs);
+    story.check("graphs left on device 1", 0, second.live().graphs);
     story.holds("device 1's stream is usable", second.stream.synchronize().is_ok());
     Ok(())
 }
@@ -212,6 +209,7 @@ fn set_rows_home(story: &mut Story) -> Told {
 }
 
 fn peer_copy_blame(story: &mut Story) -> Told {
+    story.host_only("addresses are unified: a peer copy finds the devices by itself, whatever it is told")?;
     let [first, second] = two(story)?;
     let (source, landing, out) = (second.state(256)?, first.state(256)?, first.state(256)?);
     second.fill(&source, 1)?;

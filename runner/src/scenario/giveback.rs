@@ -4,9 +4,10 @@ use evergraph_graphcache::{CacheConfig, Ran};
 use evergraph_pool::driver::Driver;
 use evergraph_pool::{Arena, Hold, PoolError, ScratchPolicy};
 
-use super::stage::{PAGE, PAGE_WORDS, Slice, Stage, count, device, is_out_of_memory, names, pages, stepped};
+use super::stage::{Slice, Stage, count, is_out_of_memory, names, stepped};
 use super::story::{Story, Told};
 use super::{Scenario, both};
+use crate::cli::format_size;
 
 pub(super) static SCENARIOS: &[Scenario] = &[
     both("flush-74", "74 graphs, 3 of which use the flushed block: exactly those go stale", flush_74),
@@ -69,13 +70,13 @@ impl Bystander {
 }
 
 fn flush_74(story: &mut Story) -> Told {
-    let limit = 80 * PAGE;
-    let stage = Stage::with(device(), pages(story.mode()).limit(limit), CacheConfig::default())?;
+    let limit = 80 * story.page();
+    let stage = Stage::with(story, story.pages().limit(limit), CacheConfig::default())?;
     let arena = stage.pool.arena(&stage.stream)?;
     story.say("a decode step was cut into 74 graphs; three of them read a block X of 8 pages");
     let bystanders: Vec<Bystander> = (0..71).map(|i| Bystander::new(&stage, &arena, i)).collect::<Result<_, _>>()?;
-    let outs: Vec<Slice> = (0..3).map(|_| stage.state(8 * PAGE_WORDS)).collect::<Result<_, _>>()?;
-    let x = stage.scratch(8 * PAGE_WORDS)?;
+    let outs: Vec<Slice> = (0..3).map(|_| stage.state(8 * stage.page_words())).collect::<Result<_, _>>()?;
+    let x = stage.scratch(8 * stage.page_words())?;
     let run_user = |i: usize, x: &Slice| {
         let policy = ScratchPolicy::Shared(arena.clone());
         stage.run_bound_as(&format!("user {i}"), &[x.allocation()], policy, |scope| {
@@ -103,7 +104,7 @@ fn flush_74(story: &mut Story) -> Told {
     let free = limit - stage.pool.stats().reserved_bytes.current as usize;
     let stale_before = stage.pool.counters().stale;
     story.say("a larger request does not fit beside it: cached memory has to go back to the driver");
-    let (large, calls) = stage.calls(|| stage.pool.alloc::<u8>(free + 4 * PAGE, &stage.stream));
+    let (large, calls) = stage.calls(|| stage.pool.alloc::<u8>(free + 4 * stage.page(), &stage.stream));
     let large = large?;
     story.holds("memory went back", count(&calls, "free") + count(&calls, "unmap") > 0);
     story.check("graphs that went stale, by the pool's count", 3, stage.pool.counters().stale - stale_before);
@@ -123,7 +124,7 @@ fn flush_74(story: &mut Story) -> Told {
 
     story.say("the three are asked for again, with a new X: none launches the old graph, all are right");
     drop(large);
-    let x = stage.scratch(8 * PAGE_WORDS)?;
+    let x = stage.scratch(8 * stage.page_words())?;
     let data = stage.fill(&x, 77)?;
     for (i, out) in outs.iter().enumerate() {
         let outcome = run_user(i, &x)?;
@@ -135,10 +136,15 @@ fn flush_74(story: &mut Story) -> Told {
 }
 
 fn ggml_26738(story: &mut Story) -> Told {
-    let limit = 128 * PAGE;
-    let stage = Stage::with(device(), pages(story.mode()).limit(limit), CacheConfig::default())?;
-    story.say("a card of 8 MiB; a graph writes through 3 MiB of scratch, freed to the pool when the capture ended");
-    let (input, out) = (stage.state(48 * PAGE_WORDS)?, stage.state(256)?);
+    let limit = 128 * story.page();
+    let stage = Stage::with(story, story.pages().limit(limit), CacheConfig::default())?;
+    let size = |pages: usize| format_size((pages * stage.page()) as u64);
+    story.say(format!(
+        "a card of {}; a graph writes through {} of scratch, freed to the pool when the capture ended",
+        size(128),
+        size(48)
+    ));
+    let (input, out) = (stage.state(48 * stage.page_words())?, stage.state(256)?);
     let mut data = stage.fill(&input, 5)?;
     let run = |n: u32| {
         stage.run("step", ScratchPolicy::Track, |scope| {
@@ -157,16 +163,17 @@ fn ggml_26738(story: &mut Story) -> Told {
         run(n)?;
     }
     story.check("the graph replays", Ran::Replayed, run(3)?);
-    story.say("a request of 4.5 MiB can only be served by taking the 3 MiB back");
+    story.say(format!("a request of {} can only be served by taking the {} back", size(72), size(48)));
     stage.stream.synchronize()?;
-    let (large, calls) = stage.calls(|| stage.pool.alloc::<u8>(72 * PAGE, &stage.stream));
+    let (large, calls) = stage.calls(|| stage.pool.alloc::<u8>(72 * stage.page(), &stage.stream));
     let large = large?;
     story.holds("memory went back, or was taken over", count(&calls, "free") + count(&calls, "unmap") > 0);
     data = {
         data.clear();
         stage.fill(&input, 500)?
     };
-    story.say("with 4.5 MiB taken there is no room for the scratch: the run says so instead of launching");
+    story
+        .say(format!("with {} taken there is no room for the scratch: the run says so instead of launching", size(72)));
     let (short, calls) = stage.calls(|| run(4));
     story.check("launches of the stale graph", 0, count(&calls, "launch"));
     story.holds(
@@ -183,13 +190,13 @@ fn ggml_26738(story: &mut Story) -> Told {
 
 fn slot_table_full(story: &mut Story) -> Told {
     let slots = 8;
-    let stage = Stage::with(device(), pages(story.mode()).slots(slots), CacheConfig::default())?;
+    let stage = Stage::with(story, story.pages().slots(slots), CacheConfig::default())?;
     let arena = stage.pool.arena(&stage.stream)?;
     let bystander = Bystander::new(&stage, &arena, 3)?;
     bystander.settle(&stage)?;
     story
         .say(format!("a table of {slots} slabs; one graph reads a slice W that was dropped since: its slab is cached"));
-    let (w, out) = (stage.scratch(PAGE_WORDS)?, stage.state(256)?);
+    let (w, out) = (stage.scratch(stage.page_words())?, stage.state(256)?);
     let data = stage.fill(&w, 40)?;
     let run = |w: &Slice| {
         let policy = ScratchPolicy::Shared(arena.clone());
@@ -205,7 +212,7 @@ fn slot_table_full(story: &mut Story) -> Told {
     story.say("more memory is taken, slab by slab, none of it fitting into the cached one");
     let stale = stage.pool.counters().stale;
     let (held, calls) = stage.calls(|| -> Result<Vec<_>, PoolError> {
-        (0..slots).map(|_| stage.pool.alloc::<u8>(PAGE + 4096, &stage.stream)).collect()
+        (0..slots).map(|_| stage.pool.alloc::<u8>(stage.page() + 4096, &stage.stream)).collect()
     });
     if story.vmm() {
         story.say("the pool of pages has no table: nothing has to go back, and the graph stays good");
@@ -221,7 +228,7 @@ fn slot_table_full(story: &mut Story) -> Told {
     }
     let (outcome, calls, right) = bystander.run(&stage, 70)?;
     story.check("the graph that did not use it", (Ran::Replayed, vec!["launch"], true), (outcome, calls, right));
-    let w = stage.scratch(PAGE_WORDS)?;
+    let w = stage.scratch(stage.page_words())?;
     let data = stage.fill(&w, 90)?;
     let outcome =
         stage.run("reader again", ScratchPolicy::Pin, |scope| stage.step_held(scope, &w, Hold::Weak, 1, &out))?;
@@ -234,9 +241,9 @@ fn slot_table_full(story: &mut Story) -> Told {
 }
 
 fn trim(story: &mut Story) -> Told {
-    let stage = Stage::new(story.mode())?;
+    let stage = Stage::new(story)?;
     let arena = stage.pool.arena(&stage.stream)?;
-    let (input, out) = (stage.state(2 * PAGE_WORDS)?, stage.state(2 * PAGE_WORDS)?);
+    let (input, out) = (stage.state(2 * stage.page_words())?, stage.state(2 * stage.page_words())?);
     let bystander = Bystander::new(&stage, &arena, 8)?;
     bystander.settle(&stage)?;
     let run =
@@ -273,13 +280,13 @@ fn trim(story: &mut Story) -> Told {
 }
 
 fn trim_one_of_three(story: &mut Story) -> Told {
-    let stage = Stage::new(story.mode())?;
+    let stage = Stage::new(story)?;
     let arena = stage.pool.arena(&stage.stream)?;
     let two = [Bystander::new(&stage, &arena, 1)?, Bystander::new(&stage, &arena, 2)?];
     for one in &two {
         one.settle(&stage)?;
     }
-    let (x, out) = (stage.scratch(4 * PAGE_WORDS)?, stage.state(256)?);
+    let (x, out) = (stage.scratch(4 * stage.page_words())?, stage.state(256)?);
     stage.fill(&x, 1)?;
     let third =
         |x: &Slice| stage.run_bound("third", &[x.allocation()], |scope| stage.step_held(scope, x, Hold::Weak, 3, &out));
@@ -297,7 +304,7 @@ fn trim_one_of_three(story: &mut Story) -> Told {
         let (outcome, calls, right) = one.run(&stage, 50 + i as u32)?;
         story.check(format!("graph {}", i + 1), (Ran::Replayed, vec!["launch"], true), (outcome, calls, right));
     }
-    let x = stage.scratch(4 * PAGE_WORDS)?;
+    let x = stage.scratch(4 * stage.page_words())?;
     let data = stage.fill(&x, 60)?;
     let outcome = third(&x)?;
     story.holds("the third is repaired", outcome != Ran::Replayed);
@@ -306,8 +313,8 @@ fn trim_one_of_three(story: &mut Story) -> Told {
 }
 
 fn pool_drop(story: &mut Story) -> Told {
-    let stage = Stage::new(story.mode())?;
-    let pool = evergraph_pool::Pool::new(stage.dynamic(), pages(story.mode()))?;
+    let stage = Stage::new(story)?;
+    let pool = evergraph_pool::Pool::new(stage.dynamic(), story.pages())?;
     let (input, out) = (pool.alloc::<u32>(256, &stage.stream)?, stage.state(256)?);
     stage.fill(&input, 1)?;
     story.say("a second pool lends its input to a graph, and its owner lets go of both");
@@ -329,33 +336,33 @@ fn pool_drop(story: &mut Story) -> Told {
         story.check("and computes", stepped(&data, 6), stage.read(&out)?);
     }
     story.say("in the end everything goes: cache, pool, device");
-    let driver = stage.driver.clone();
     drop((own, out));
-    drop(stage);
-    let live = driver.inner().live();
+    let (cache, pool, stream, probe, mut rest) = stage.into_parts();
+    drop((cache, pool, stream, probe));
+    let live = rest.live();
     story.check("device memory left", 0, live.used_bytes);
     story.check(
         "mappings, mallocs, graphs, events left",
         (0, 0, 0, 0),
         (live.mappings, live.mallocs, live.graphs + live.execs, live.events),
     );
-    story.check("faults of the device", None, driver.fault().map(|f| f.to_string()));
+    story.check("faults of the device", None, rest.driver.fault().map(|f| f.to_string()));
     Ok(())
 }
 
 fn miss_frees_nothing(story: &mut Story) -> Told {
-    let limit = 32 * PAGE;
-    let stage = Stage::with(device(), pages(story.mode()).limit(limit), CacheConfig::default())?;
+    let limit = 32 * story.page();
+    let stage = Stage::with(story, story.pages().limit(limit), CacheConfig::default())?;
     let (input, out) = (stage.state(256)?, stage.state(256)?);
     story.say("free memory is cached in pieces; inside a capture a piece is asked for that can not fit, after warm-ups that were small");
-    drop((0..6).map(|_| stage.scratch(4 * PAGE_WORDS)).collect::<Result<Vec<_>, _>>()?);
+    drop((0..6).map(|_| stage.scratch(4 * stage.page_words())).collect::<Result<Vec<_>, _>>()?);
     let mut n = 0;
     let mut run = || {
         n += 1;
         let large = n == 3;
         stage.run("grows", ScratchPolicy::Pin, |scope| {
             if large && scope.capturing() {
-                drop(scope.alloc::<u32>(40 * PAGE_WORDS)?);
+                drop(scope.alloc::<u32>(40 * stage.page_words())?);
             }
             stage.step(scope, &input, 4, &out)
         })
@@ -376,9 +383,9 @@ fn miss_frees_nothing(story: &mut Story) -> Told {
     story.holds("the capture was ended", count(&calls, "begin_capture") == count(&calls, "end_capture"));
     story.holds("the run says so in a typed error, or ran eagerly", ran.is_err() || matches!(ran, Ok(Ran::Eager)));
     story.holds("outside a window the same request is an ordinary one", {
-        stage.pool.alloc::<u32>(4 * PAGE_WORDS, &stage.stream).is_ok()
+        stage.pool.alloc::<u32>(4 * stage.page_words(), &stage.stream).is_ok()
     });
-    let fits = stage.pool.alloc::<u32>(40 * PAGE_WORDS, &stage.stream);
+    let fits = stage.pool.alloc::<u32>(40 * stage.page_words(), &stage.stream);
     story.holds("one that can never fit is out of memory", is_out_of_memory(&fits));
     story.holds("the next capture succeeds", (0..4).any(|_| matches!(run(), Ok(Ran::Captured | Ran::Recaptured))));
     let outcome = run()?;

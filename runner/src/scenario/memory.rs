@@ -5,7 +5,7 @@ use std::sync::{Arc, Barrier};
 use evergraph_graphcache::CacheConfig;
 use evergraph_pool::{Pool, PoolConfig, PoolError, PoolMode, Purpose, Stream};
 
-use super::stage::{PAGE, PAGE_WORDS, Stage, count, device, is_out_of_memory, names, pages};
+use super::stage::{PAGES, Stage, count, device, is_out_of_memory, names};
 use super::story::{Story, Told};
 use super::{Scenario, both, vmm};
 
@@ -21,8 +21,8 @@ pub(super) static SCENARIOS: &[Scenario] = &[
 ];
 
 fn wrap(story: &mut Story) -> Told {
-    let stage = Stage::new(story.mode())?;
-    let kept = stage.scratch(PAGE_WORDS)?;
+    let stage = Stage::new(story)?;
+    let kept = stage.scratch(stage.page_words())?;
     let before = stage.pool.stats();
     story.say("rounding the size up to a block wraps around to zero in a careless pool: two owners, one address");
     let (refused, calls) = stage.calls(|| {
@@ -37,8 +37,9 @@ fn wrap(story: &mut Story) -> Told {
     let typed =
         words.iter().filter(|n| matches!(stage.pool.alloc::<u32>(**n, &stage.stream), Err(PoolError::TooLarge { .. })));
     story.check("element counts whose bytes do not fit a number", 3, typed.count());
-    story.say("one byte more than the device has is an ordinary lack of memory");
-    story.holds("out of memory, typed", is_out_of_memory(&stage.pool.alloc::<u8>((16 << 20) + 1, &stage.stream)));
+    story.say("one byte more than there is is an ordinary lack of memory");
+    let all = PAGES * stage.page();
+    story.holds("out of memory, typed", is_out_of_memory(&stage.pool.alloc::<u8>(all + 1, &stage.stream)));
     let after = stage.pool.stats();
     story.check("bytes allocated", before.allocated_bytes.current, after.allocated_bytes.current);
     story.check("slices alive", before.allocations.current, after.allocations.current);
@@ -48,7 +49,7 @@ fn wrap(story: &mut Story) -> Told {
 }
 
 fn zero_bytes(story: &mut Story) -> Told {
-    let stage = Stage::new(story.mode())?;
+    let stage = Stage::new(story)?;
     let start = Arc::new(Barrier::new(8));
     story.say("eight threads make and drop 1000 empty slices each");
     let (good, calls) = stage.calls(|| {
@@ -74,12 +75,12 @@ fn zero_bytes(story: &mut Story) -> Told {
 
 fn exact_size(story: &mut Story) -> Told {
     // A slab may start off the granule, so each is a granule larger than what is asked of it.
-    let limit = 32 * PAGE + if story.vmm() { 0 } else { 3 * 512 };
-    let stage = Stage::with(device(), pages(story.mode()).limit(limit), CacheConfig::default())?;
+    let limit = 32 * story.page() + if story.vmm() { 0 } else { 3 * 512 };
+    let stage = Stage::with(story, story.pages().limit(limit), CacheConfig::default())?;
     story.say("32 pages may be held, 24 are: a pool that grows by doubling would ask for 16 or 24 more");
-    let first = stage.pool.alloc::<u8>(16 * PAGE, &stage.stream)?;
-    let second = stage.pool.alloc::<u8>(8 * PAGE, &stage.stream)?;
-    let third = stage.pool.alloc::<u8>(8 * PAGE, &stage.stream);
+    let first = stage.pool.alloc::<u8>(16 * stage.page(), &stage.stream)?;
+    let second = stage.pool.alloc::<u8>(8 * stage.page(), &stage.stream)?;
+    let third = stage.pool.alloc::<u8>(8 * stage.page(), &stage.stream);
     story.holds("8 pages more are handed out", third.is_ok());
     story.check("bytes reserved", limit as u64, stage.pool.stats().reserved_bytes.current);
     story.holds("and no byte beyond", is_out_of_memory(&stage.pool.alloc::<u8>(1, &stage.stream)));
@@ -88,15 +89,15 @@ fn exact_size(story: &mut Story) -> Told {
 }
 
 fn two_streams(story: &mut Story) -> Told {
-    let limit = 64 * PAGE;
-    let stage = Stage::with(device(), pages(story.mode()).limit(limit), CacheConfig::default())?;
+    let limit = 64 * story.page();
+    let stage = Stage::with(story, story.pages().limit(limit), CacheConfig::default())?;
     let other = stage.other_stream()?;
     story
         .say("two streams take and drop memory in turns, sizes s and s/2, until the limit is cached in pieces of both");
     let mut held = Vec::new();
     for i in 0..20 {
         let stream = if i % 2 == 0 { &stage.stream } else { &other };
-        held.push(stage.pool.alloc::<u8>(if i % 4 < 2 { 4 * PAGE } else { 2 * PAGE }, stream)?);
+        held.push(stage.pool.alloc::<u8>(if i % 4 < 2 { 4 * stage.page() } else { 2 * stage.page() }, stream)?);
     }
     drop(held);
     story.say("one stream goes idle; the other asks for nine tenths of everything");
@@ -107,18 +108,18 @@ fn two_streams(story: &mut Story) -> Told {
 }
 
 fn swelling(story: &mut Story) -> Told {
-    const STEP: usize = 2 * PAGE;
     const STEPS: usize = 64;
-    let stage = Stage::new(story.mode())?;
-    story.say(format!("{STEPS} steps; each asks for {STEP} bytes more than the one before, one slice alive at a time"));
+    let stage = Stage::new(story)?;
+    let step = 2 * stage.page();
+    story.say(format!("{STEPS} steps; each asks for {step} bytes more than the one before, one slice alive at a time"));
     for k in 1..=STEPS {
-        drop(stage.pool.alloc::<u8>(k * STEP, &stage.stream)?);
+        drop(stage.pool.alloc::<u8>(k * step, &stage.stream)?);
     }
     let peak = stage.pool.stats().reserved_bytes.peak;
-    let largest = (STEPS * STEP) as u64;
+    let largest = (STEPS * step) as u64;
     if story.vmm() {
         story.say("pages are put where they are needed: the free tail grows by what is missing");
-        story.holds("at most one chunk over the largest request", peak <= largest + PAGE as u64);
+        story.holds("at most one chunk over the largest request", peak <= largest + stage.page() as u64);
     } else {
         story.say("a slab can not grow, so outgrown slabs go back as the larger ones come");
         story.holds("at most three times the largest request", peak <= 3 * largest);
@@ -127,14 +128,14 @@ fn swelling(story: &mut Story) -> Told {
 }
 
 fn by_owner(story: &mut Story) -> Told {
-    let stage = Stage::with(device(), pages(PoolMode::Vmm), CacheConfig::default())?;
-    let slabs = Pool::new(stage.dynamic(), pages(PoolMode::Slab))?;
+    let stage = Stage::with(story, story.pages_of(PoolMode::Vmm), CacheConfig::default())?;
+    let slabs = Pool::new(stage.dynamic(), story.pages_of(PoolMode::Slab))?;
     story.say("a pool of pages and a pool of slabs live on one device; slices of both are dropped in mixed order");
     let (result, calls) = stage.calls(|| -> Result<(), PoolError> {
         let mut mixed = Vec::new();
         for _ in 0..4 {
-            mixed.push(stage.pool.alloc::<u8>(PAGE, &stage.stream)?);
-            mixed.push(slabs.alloc::<u8>(PAGE, &stage.stream)?);
+            mixed.push(stage.pool.alloc::<u8>(stage.page(), &stage.stream)?);
+            mixed.push(slabs.alloc::<u8>(stage.page(), &stage.stream)?);
         }
         mixed.reverse();
         drop(mixed);
@@ -154,9 +155,14 @@ fn by_owner(story: &mut Story) -> Told {
 }
 
 fn granularity(story: &mut Story) -> Told {
-    for granularity in [64usize << 10, 2 << 20] {
-        let device = device().granularity(granularity).memory(64 << 20);
-        let stage = Stage::with(device, PoolConfig::new(story.mode()).chunk(granularity), CacheConfig::default())?;
+    let granularities: &[usize] = if story.hardware() { &[story.page()] } else { &[64 << 10, 2 << 20] };
+    for &granularity in granularities {
+        let pool = PoolConfig::new(story.mode()).chunk(granularity);
+        let stage = if story.hardware() {
+            Stage::with(story, pool, CacheConfig::default())?
+        } else {
+            Stage::host(story, device().granularity(granularity).memory(64 << 20), pool, CacheConfig::default())?
+        };
         story.say(format!("a device with a granularity of {granularity} bytes; sizes around it"));
         for bytes in [1, 128, 6912, granularity - 1, granularity, granularity + 1] {
             let (result, calls) = stage.calls(|| -> Result<(), PoolError> {
@@ -180,8 +186,8 @@ fn granularity(story: &mut Story) -> Told {
 }
 
 fn back_off(story: &mut Story) -> Told {
-    let device = device().va_limit(4 << 20);
-    let stage = Stage::with(device, pages(story.mode()), CacheConfig::default())?;
+    story.host_only("how much address space the driver reserves at a time is not ours to set")?;
+    let stage = Stage::host(story, device().va_limit(4 << 20), story.pages(), CacheConfig::default())?;
     story.say("the device refuses to reserve more than 4 MiB of address space at a time; a pool wants more than it has memory");
     let slices: Result<Vec<_>, _> = (0..6).map(|_| stage.pool.alloc::<u8>(1 << 20, &stage.stream)).collect();
     story.holds("six slices of 1 MiB are handed out", slices.is_ok());

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use evergraph_graphcache::{CacheConfig, CacheError, Ran};
 use evergraph_pool::{PoolError, Purpose, ScratchPolicy, Use};
 
-use super::stage::{PAGE, PAGE_WORDS, Slice, Stage, count, device, pages, stepped, words};
+use super::stage::{Slice, Stage, count, stepped, words};
 use super::story::{Story, Told};
 use super::{Scenario, both};
 use evergraph_kernels::probe::Words;
@@ -49,11 +49,11 @@ pub(super) static SCENARIOS: &[Scenario] = &[
 ];
 
 fn foreign(story: &mut Story) -> Told {
-    let stage = Stage::new(story.mode())?;
+    let stage = Stage::new(story)?;
     let driver = stage.dynamic();
     driver.bind()?;
-    let old = driver.malloc(PAGE)?;
-    let mut range = stage.pool.register_foreign(old, PAGE, "blas workspace")?;
+    let old = driver.malloc(stage.page())?;
+    let mut range = stage.pool.register_foreign(old, stage.page(), "blas workspace")?;
     let (input, out) = (stage.state(256)?, stage.state(256)?);
     let at = Cell::new(old);
     let run = |range: &evergraph_pool::ForeignRange| {
@@ -76,9 +76,9 @@ fn foreign(story: &mut Story) -> Told {
     story.check("and computes", stepped(&data, 2), stage.read(&out)?);
     story.say("the library wants a larger one: it announces the move, frees the old one, and goes on");
     driver.bind()?;
-    let new = driver.malloc(2 * PAGE)?;
+    let new = driver.malloc(2 * stage.page())?;
     let stale = stage.pool.counters().stale;
-    range.move_to(new, 2 * PAGE)?;
+    range.move_to(new, 2 * stage.page())?;
     driver.free(old)?;
     at.set(new);
     story.check("graphs that went stale", 1, stage.pool.counters().stale - stale);
@@ -99,7 +99,7 @@ fn foreign(story: &mut Story) -> Told {
 }
 
 fn ninth_window(story: &mut Story) -> Told {
-    let stage = Stage::new(story.mode())?;
+    let stage = Stage::new(story)?;
     let driver = stage.dynamic();
     driver.bind()?;
     let bytes = 32 * 1024;
@@ -160,7 +160,7 @@ fn ninth_window(story: &mut Story) -> Told {
 }
 
 fn lazy_library(story: &mut Story) -> Told {
-    let stage = Stage::new(story.mode())?;
+    let stage = Stage::new(story)?;
     let driver = stage.dynamic();
     let (input, out) = (stage.state(256)?, stage.state(256)?);
     let workspace = Cell::new(None);
@@ -209,7 +209,7 @@ impl Drop for Workspace {
 }
 
 fn thread_workspace(story: &mut Story) -> Told {
-    let stage = Stage::new(story.mode())?;
+    let stage = Stage::new(story)?;
     let (input, out) = (stage.state(256)?, stage.state(256)?);
     let gone = Arc::new(std::sync::atomic::AtomicBool::new(false));
     story.say("a short-lived thread captures a graph with a workspace of its own, hands it to the graph, and ends");
@@ -255,7 +255,7 @@ fn thread_workspace(story: &mut Story) -> Told {
 }
 
 fn pointer_table(story: &mut Story) -> Told {
-    let stage = Stage::new(story.mode())?;
+    let stage = Stage::new(story)?;
     let out = stage.state(256)?;
     let experts: Vec<Slice> = (0..4).map(|_| stage.scratch(256)).collect::<Result<_, _>>()?;
     for (expert, i) in experts.iter().zip(1..) {
@@ -320,7 +320,7 @@ fn pointer_table(story: &mut Story) -> Told {
 }
 
 fn undeclared(story: &mut Story) -> Told {
-    let stage = Stage::new(story.mode())?;
+    let stage = Stage::new(story)?;
     let out = stage.state(256)?;
     let hidden = stage.scratch(256)?;
     let data = stage.fill(&hidden, 5)?;
@@ -349,7 +349,7 @@ fn undeclared(story: &mut Story) -> Told {
         (outcome, stage.read(&out)?),
     );
     story.say("strict: the same capture is an error that names the allocation");
-    let strict = Stage::with(device(), pages(story.mode()), CacheConfig::default().strict(true))?;
+    let strict = Stage::with(story, story.pages(), CacheConfig::default().strict(true))?;
     let (out, hidden) = (strict.state(256)?, strict.scratch(256)?);
     let ran: Vec<_> = (0..3).map(|_| run(&strict, &hidden, &out)).collect();
     story.refused("strict", "declare", ran.iter().find(|r| r.is_err()).unwrap_or(&Ok(Ran::Captured)));
@@ -357,7 +357,7 @@ fn undeclared(story: &mut Story) -> Told {
 }
 
 fn host_vector(story: &mut Story) -> Told {
-    let stage = Stage::new(story.mode())?;
+    let stage = Stage::new(story)?;
     let (staged, out) = (stage.state(256)?, stage.state(256)?);
     let host = stage.pool.host_buffer::<u32>(256)?;
     let shape: Vec<u32> = (0..256).collect();
@@ -397,12 +397,12 @@ fn host_vector(story: &mut Story) -> Told {
     stage.cache.clear();
     drop(other);
     stage.stream.synchronize()?;
-    story.check("host buffers left with the driver", 0, stage.driver.inner().live().host);
+    story.check("host buffers left with the driver", 0, stage.live().host);
     Ok(())
 }
 
 fn many_nodes(story: &mut Story) -> Told {
-    let stage = Stage::new(story.mode())?;
+    let stage = Stage::new(story)?;
     let (scalar, out) = (stage.state(1)?, stage.state(1)?);
     story.say("all nodes of a graph read one scalar, which a copy before the launch changes");
     for nodes in [1u32, 50, 199, 200, 201, 1000] {
@@ -431,7 +431,7 @@ fn many_nodes(story: &mut Story) -> Told {
 }
 
 fn seed(story: &mut Story) -> Told {
-    let stage = Stage::new(story.mode())?;
+    let stage = Stage::new(story)?;
     let one = stage.state(1)?;
     stage.stream.upload(&[1u32], &one)?;
     let slots: Vec<(Slice, Slice)> =
@@ -473,12 +473,12 @@ fn seed(story: &mut Story) -> Told {
 }
 
 fn zeroed(story: &mut Story) -> Told {
-    let stage = Stage::new(story.mode())?;
+    let stage = Stage::new(story)?;
     let out = stage.state(2)?;
     let run = || {
         stage.run("split-k", ScratchPolicy::Track, |scope| {
             scope.declare(&out, Use::State)?;
-            let counters = scope.alloc_zeroed_scratch::<u32>(2 * PAGE_WORDS)?;
+            let counters = scope.alloc_zeroed_scratch::<u32>(2 * stage.page_words())?;
             let stream = scope.stream().handle();
             // Right only on zeroed counters, and it leaves them as it found them.
             stage.probe.count(stream, words(&counters))?;

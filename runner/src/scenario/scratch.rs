@@ -7,7 +7,7 @@ use evergraph_kernels::probe::Words;
 use evergraph_pool::driver::Streams;
 use evergraph_pool::{DeviceSlice, ScratchPolicy, Use};
 
-use super::stage::{PAGE_WORDS, Slice, Stage, count, stepped, words};
+use super::stage::{Slice, Stage, count, stepped, words};
 use super::story::{Story, Told};
 use super::{Scenario, both};
 
@@ -45,7 +45,7 @@ pub(super) static SCENARIOS: &[Scenario] = &[
 ];
 
 fn temporary(story: &mut Story) -> Told {
-    let stage = Stage::new(story.mode())?;
+    let stage = Stage::new(story)?;
     let (input, out) = (stage.state(1024)?, stage.state(1024)?);
     let at = RefCell::new(None);
     let run = |policy: ScratchPolicy, key: &str| {
@@ -94,7 +94,7 @@ fn temporary(story: &mut Story) -> Told {
 }
 
 fn outlives(story: &mut Story) -> Told {
-    let stage = Stage::new(story.mode())?;
+    let stage = Stage::new(story)?;
     let (input, out) = (stage.state(1024)?, stage.state(1024)?);
     let kept: RefCell<Vec<DeviceSlice<u32>>> = RefCell::default();
     let run = || {
@@ -132,7 +132,7 @@ fn outlives(story: &mut Story) -> Told {
 }
 
 fn successive(story: &mut Story) -> Told {
-    let stage = Stage::new(story.mode())?;
+    let stage = Stage::new(story)?;
     let input = stage.state(256)?;
     let outs: Vec<Slice> = (0..3).map(|_| stage.state(256)).collect::<Result<_, _>>()?;
     story.say("graph 2 reads what graph 1 wrote; graph 3 is on its own; all three have scratch of one size");
@@ -175,7 +175,7 @@ fn successive(story: &mut Story) -> Told {
 }
 
 fn shared(story: &mut Story) -> Told {
-    let stage = Stage::new(story.mode())?;
+    let stage = Stage::new(story)?;
     let arena = stage.pool.arena(&stage.stream)?;
     let (input, out) = (stage.state(4096)?, stage.state(4096)?);
     let run = |k: u32, len: usize| {
@@ -230,7 +230,7 @@ fn cut_step(
 }
 
 fn fork(story: &mut Story) -> Told {
-    let stage = Stage::new(story.mode())?;
+    let stage = Stage::new(story)?;
     let side = stage.other_stream()?;
     let (input, out, other) = (stage.state(1024)?, stage.state(1024)?, stage.state(1024)?);
     let driver = stage.dynamic();
@@ -278,14 +278,14 @@ fn fork(story: &mut Story) -> Told {
 }
 
 fn two_graphs(story: &mut Story) -> Told {
-    let stage = Stage::new(story.mode())?;
-    let (input, out) = (stage.state(PAGE_WORDS)?, stage.state(PAGE_WORDS)?);
+    let stage = Stage::new(story)?;
+    let (input, out) = (stage.state(stage.page_words())?, stage.state(stage.page_words())?);
     let at = RefCell::new(Vec::new());
     let run = |k: u32| {
         stage.run(&format!("graph {k}"), ScratchPolicy::Track, |scope| {
             scope.declare(&input, Use::Input)?;
             scope.declare(&out, Use::State)?;
-            let scratch = scope.alloc::<u32>(PAGE_WORDS)?;
+            let scratch = scope.alloc::<u32>(stage.page_words())?;
             if scope.capturing() {
                 at.borrow_mut().push(scratch.ptr());
             }

@@ -1,29 +1,34 @@
 //! The small world that a story plays in.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use evergraph_graphcache::{CacheConfig, CacheError, CostTable, GraphCache, GraphKey, Ran, Request, Scope};
 use evergraph_kernels::probe::{Probe, Words};
 use parking_lot::Mutex;
 
-use evergraph_pool::driver::host::{HostConfig, HostDevice};
-use evergraph_pool::driver::{Call, Driver, DynDriver, Faulty};
+use evergraph_pool::driver::host::{HostConfig, HostDevice, Live};
+use evergraph_pool::driver::{Call, Driver, DynDriver, Faulty, HostCallback};
 use evergraph_pool::{
-    AllocationId, DeviceSlice, Element, Hold, Pool, PoolConfig, PoolError, PoolMode, Purpose, ScratchPolicy, Stream,
-    Use,
+    AllocationId, DeviceSlice, Element, Hold, Pool, PoolConfig, PoolError, Purpose, ScratchPolicy, Stream, Use,
 };
 
+use super::story::Story;
 use crate::stress::ledger::{Ledger, Seen, named};
 
-/// Pages of a small device: what a chunk and the smallest slab hold.
-pub(super) const PAGE: usize = 64 << 10;
-/// Words of a page.
-pub(super) const PAGE_WORDS: usize = PAGE / 4;
+/// Bytes of a page of a host device: what a chunk and the smallest slab hold.
+pub(super) const HOST_PAGE: usize = 64 << 10;
+/// Pages of the device, or of what a pool may take of a large one.
+pub(super) const PAGES: usize = 256;
+/// How long a gate stays shut at most: a story that forgot it fails instead of hanging.
+const LONGEST_HOLD: Duration = Duration::from_secs(20);
 
 pub(super) type Slice = DeviceSlice<u32>;
 pub(super) type Run = Result<Ran, CacheError>;
 
-/// A device of 16 MiB with stepped streams, wrapped in [`Faulty`]; a pool in pages of 64 KiB; a cache.
+/// A device of 256 pages wrapped in [`Faulty`], a pool in pages, a cache. Host devices are stepped: nothing queued runs
+/// before somebody waits for it. Of a real device the pool may take 256 pages.
 #[derive(Debug)]
 pub(super) struct Stage {
     // Dropped in this order: graphs, then memory, then code, then the device.
@@ -31,44 +36,96 @@ pub(super) struct Stage {
     pub(super) pool: Pool,
     pub(super) stream: Stream,
     pub(super) probe: Arc<Probe>,
-    pub(super) driver: Arc<Faulty<HostDevice>>,
+    pub(super) driver: Arc<Faulty>,
     ledger: Mutex<Ledger>,
+    page: usize,
 }
 
-/// The device that stories play on.
+/// The host device that stories play on.
 pub(super) fn device() -> HostConfig {
-    HostConfig::default().memory(16 << 20).granularity(PAGE).stepped(true)
-}
-
-/// The pool that they play with.
-pub(super) fn pages(mode: PoolMode) -> PoolConfig {
-    PoolConfig::new(mode).chunk(PAGE).smallest_slab(PAGE)
+    HostConfig::default().memory(PAGES * HOST_PAGE).granularity(HOST_PAGE).stepped(true)
 }
 
 impl Stage {
     /// The usual one.
-    pub(super) fn new(mode: PoolMode) -> Result<Self, PoolError> {
-        Self::with(device(), pages(mode), CacheConfig::default())
+    pub(super) fn new(story: &Story) -> Result<Self, PoolError> {
+        Self::with(story, story.pages(), CacheConfig::default())
     }
 
-    /// Of a device, a pool and a cache of choice.
-    pub(super) fn with(device: HostConfig, pool: PoolConfig, cache: CacheConfig) -> Result<Self, PoolError> {
-        Self::on(HostDevice::new(device)?, pool, cache)
+    /// Of a pool and a cache of choice.
+    pub(super) fn with(story: &Story, pool: PoolConfig, cache: CacheConfig) -> Result<Self, PoolError> {
+        Self::on(story, story.device().driver(device())?, pool, cache)
     }
 
-    /// On a device of a machine.
-    pub(super) fn on(host: Arc<HostDevice>, pool: PoolConfig, cache: CacheConfig) -> Result<Self, PoolError> {
+    /// On a host device of choice.
+    pub(super) fn host(
+        story: &Story,
+        device: HostConfig,
+        pool: PoolConfig,
+        cache: CacheConfig,
+    ) -> Result<Self, PoolError> {
+        Self::on(story, HostDevice::new(device)?, pool, cache)
+    }
+
+    /// On a device of choice.
+    pub(super) fn on(
+        story: &Story,
+        device: DynDriver,
+        pool: PoolConfig,
+        cache: CacheConfig,
+    ) -> Result<Self, PoolError> {
         let mut cache = cache;
-        // Repairs are chosen by price; fixed ones make a story the same each time. Pages are small here.
-        cache.costs = CostTable::of(host.info()).flat_remap(0.05);
+        // Repairs are chosen by price; fixed ones, the same on every device, make a story the same each time. Pages are
+        // small here.
+        cache.costs = CostTable::host().flat_remap(0.05);
         cache.costs.refine = false;
-        let driver = Faulty::new(host);
+        let driver = Faulty::new(device);
         driver.set_logging(true);
         let dynamic: DynDriver = driver.clone();
         let probe = Arc::new(Probe::load(dynamic.clone())?);
         let stream = Stream::new(&dynamic)?;
         let pool = Pool::new(dynamic, pool)?;
-        Ok(Self { cache: GraphCache::new(cache), pool, stream, probe, driver, ledger: Mutex::default() })
+        let cache = GraphCache::new(cache);
+        Ok(Self { cache, pool, stream, probe, driver, ledger: Mutex::default(), page: story.page() })
+    }
+
+    /// Bytes of a page: what a chunk and the smallest slab hold.
+    pub(super) fn page(&self) -> usize {
+        self.page
+    }
+
+    /// Words of a page.
+    pub(super) fn page_words(&self) -> usize {
+        self.page / 4
+    }
+
+    /// What is live on the device: by its own account, or where it has none by the log of the calls made here.
+    pub(super) fn live(&self) -> Live {
+        let seen = self.account_live();
+        self.driver.as_host().map_or(seen, HostDevice::live)
+    }
+
+    fn account_live(&self) -> Live {
+        self.account();
+        self.ledger.lock().live()
+    }
+
+    /// Holds back what is queued on a stream from here on. On a host device nothing runs before it is waited for.
+    pub(super) fn hold(&self, stream: &Stream) -> Result<Gate, PoolError> {
+        let open = Arc::new(AtomicBool::new(false));
+        let gate = Gate(Arc::clone(&open));
+        if self.driver.as_host().is_none() {
+            self.driver.bind()?;
+            let wait = move || {
+                let since = Instant::now();
+                while !open.load(Ordering::Acquire) && since.elapsed() < LONGEST_HOLD {
+                    std::thread::sleep(Duration::from_micros(50));
+                }
+            };
+            // Not through the log: what the story counts are calls of pool and cache.
+            self.driver.inner().launch_host_fn(stream.handle(), HostCallback::new(wait))?;
+        }
+        Ok(gate)
     }
 
     /// The driver, type erased.
@@ -202,9 +259,10 @@ impl Stage {
         ledger.seen()
     }
 
-    /// Its parts but for the driver, to be dropped in an order of choice.
-    pub(super) fn into_parts(self) -> (GraphCache, Pool, Stream, Arc<Probe>) {
-        (self.cache, self.pool, self.stream, self.probe)
+    /// Its parts but for the driver, to be dropped in an order of choice, and what tells what is left then.
+    pub(super) fn into_parts(self) -> (GraphCache, Pool, Stream, Arc<Probe>, Rest) {
+        self.account();
+        (self.cache, self.pool, self.stream, self.probe, Rest { driver: self.driver, ledger: self.ledger.into_inner() })
     }
 
     /// The usual graph of these stories: `out = 4 input + 3 k`, by way of scratch.
@@ -231,6 +289,48 @@ impl Stage {
         self.probe.add(stream, words(input), k, words(&scratch))?;
         self.probe.mix(stream, words(&scratch), words(input), words(out))?;
         Ok(())
+    }
+}
+
+/// Work that is held back until this is opened or dropped.
+#[derive(Debug)]
+pub(super) struct Gate(Arc<AtomicBool>);
+
+impl Gate {
+    /// Opens once the other streams had a fair chance to run what does not wait for the held one.
+    pub(super) fn open_behind(self, others: &[&Stream]) -> Result<(), PoolError> {
+        let since = Instant::now();
+        for other in others {
+            while other.driver().as_host().is_none()
+                && !other.is_idle()?
+                && since.elapsed() < Duration::from_millis(100)
+            {
+                std::thread::yield_now();
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Gate {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Release);
+    }
+}
+
+/// What is left of a stage whose parts go their own ways.
+#[derive(Debug)]
+pub(super) struct Rest {
+    pub(super) driver: Arc<Faulty>,
+    ledger: Ledger,
+}
+
+impl Rest {
+    /// As [`Stage::live`].
+    pub(super) fn live(&mut self) -> Live {
+        self.ledger.read(&self.driver.take_log(), &|_, _| None);
+        let seen = self.ledger.live();
+        self.driver.as_host().map_or(seen, HostDevice::live)
     }
 }
 

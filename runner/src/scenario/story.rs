@@ -2,11 +2,14 @@
 
 use std::fmt::Debug;
 
-use evergraph_pool::PoolMode;
-use serde::Serialize;
+use evergraph_pool::{PoolConfig, PoolMode};
+use serde::{Deserialize, Serialize};
+
+use super::stage::{HOST_PAGE, PAGES};
+use crate::device::Device;
 
 /// One thing that had to hold.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Check {
     /// What was looked at.
     pub what: String,
@@ -27,8 +30,13 @@ impl Check {
 /// How a scenario's body ends: any error ends the story, as a failed check.
 pub(super) type Told = Result<(), Box<dyn std::error::Error>>;
 
+/// Why a story can not be told on a device. A body ends with it instead of an error of its own.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("{0}")]
+pub(super) struct Untold(pub(super) String);
+
 /// A line of a told scenario.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub enum Line {
     /// What happens.
     Said(String),
@@ -40,12 +48,15 @@ pub enum Line {
 #[derive(Debug)]
 pub struct Story {
     mode: PoolMode,
+    device: Device,
+    /// Unit of mapping of the device, bytes.
+    granule: usize,
     lines: Vec<Line>,
 }
 
 impl Story {
-    pub(super) fn new(mode: PoolMode) -> Self {
-        Self { mode, lines: Vec::new() }
+    pub(super) fn new(mode: PoolMode, device: Device, granule: usize) -> Self {
+        Self { mode, device, granule, lines: Vec::new() }
     }
 
     /// Says what happens next.
@@ -90,6 +101,44 @@ impl Story {
     /// Whether pages and addresses can be told apart.
     pub(super) fn vmm(&self) -> bool {
         self.mode == PoolMode::Vmm
+    }
+
+    /// The device that it is told on.
+    pub(super) fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Whether that is hardware, where nothing can be set but what the pool may take.
+    pub(super) fn hardware(&self) -> bool {
+        !self.device.is_host()
+    }
+
+    /// Ends a story that needs a device of its own making.
+    pub(super) fn host_only(&self, why: &str) -> Result<(), Untold> {
+        if self.hardware() { Err(Untold(why.to_owned())) } else { Ok(()) }
+    }
+
+    /// Bytes of a page: what a chunk and the smallest slab hold.
+    pub(super) fn page(&self) -> usize {
+        self.page_of(self.mode)
+    }
+
+    fn page_of(&self, mode: PoolMode) -> usize {
+        // A slab is as large as we like, on any device.
+        if mode == PoolMode::Vmm { self.granule } else { HOST_PAGE }
+    }
+
+    /// The pool that stories play with.
+    pub(super) fn pages(&self) -> PoolConfig {
+        self.pages_of(self.mode)
+    }
+
+    /// The same in a mode of choice.
+    pub(super) fn pages_of(&self, mode: PoolMode) -> PoolConfig {
+        let page = self.page_of(mode);
+        let pool = PoolConfig::new(mode).chunk(page).smallest_slab(page);
+        // A host device is that small by itself.
+        if self.hardware() { pool.limit(PAGES * page) } else { pool }
     }
 
     pub(super) fn into_lines(self) -> Vec<Line> {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use evergraph_graphcache::Ran;
 use evergraph_pool::{Pool, PoolError, ScratchPolicy, Stream};
 
-use super::stage::{PAGE_WORDS, Slice, Stage, names, pages, stepped, words};
+use super::stage::{Slice, Stage, names, stepped, words};
 use super::story::{Story, Told};
 use super::{Scenario, both};
 
@@ -29,11 +29,12 @@ pub(super) static SCENARIOS: &[Scenario] = &[
 ];
 
 fn one_handle(story: &mut Story) -> Told {
-    let stage = Stage::new(story.mode())?;
+    let stage = Stage::new(story)?;
     let result = stage.state(4096)?;
     let first = stage.other_stream()?;
     let handle = first.handle();
     let slice = stage.pool.alloc::<u32>(4096, &first)?;
+    let gate = stage.hold(&first)?;
     stage.probe.fill(first.handle(), words(&slice), 10)?;
     stage.probe.add(first.handle(), words(&slice), 1, words(&result))?;
     story.say("work that reads a slice is queued; the slice and its stream are dropped before it has run");
@@ -47,6 +48,7 @@ fn one_handle(story: &mut Story) -> Told {
     ));
     let next = stage.pool.alloc::<u32>(4096, &second)?;
     stage.probe.fill(second.handle(), words(&next), 5000)?;
+    gate.open_behind(&[&second])?;
     second.synchronize()?;
     if next.ptr() == at {
         story.say("the new stream got the same bytes: it had to wait for the old one's work");
@@ -60,7 +62,7 @@ fn one_handle(story: &mut Story) -> Told {
 }
 
 fn freed_elsewhere(story: &mut Story) -> Told {
-    let stage = Stage::new(story.mode())?;
+    let stage = Stage::new(story)?;
     let slices: Vec<Slice> = (0..32).map(|i| stage.scratch(512 * (i % 5 + 1))).collect::<Result<_, _>>()?;
     story.say("32 slices of one thread are dropped by two others, while the first trims and moves on");
     let mut halves = slices.into_iter();
@@ -80,12 +82,13 @@ fn freed_elsewhere(story: &mut Story) -> Told {
 }
 
 fn record_stream(story: &mut Story) -> Told {
-    let stage = Stage::new(story.mode())?;
+    let stage = Stage::new(story)?;
     let side = stage.other_stream()?;
     let result = stage.state(4096)?;
     let slice = stage.scratch(4096)?;
     let data = stage.fill(&slice, 3)?;
     story.say("a side stream is told to read the slice; nothing has run yet when the slice is dropped");
+    let gate = stage.hold(&side)?;
     stage.probe.add(side.handle(), words(&slice), 100, words(&result))?;
     slice.record_stream(&side)?;
     let at = slice.ptr();
@@ -97,6 +100,7 @@ fn record_stream(story: &mut Story) -> Told {
         stage.probe.fill(stage.stream.handle(), words(&taker), 9000 + i)?;
         takers.push(taker);
     }
+    gate.open_behind(&[&stage.stream])?;
     stage.stream.synchronize()?;
     side.synchronize()?;
     let want: Vec<u32> = data.iter().map(|x| x + 100).collect();
@@ -112,6 +116,7 @@ fn record_stream(story: &mut Story) -> Told {
 struct CallsBack {
     pool: Pool,
     stream: Stream,
+    words: usize,
     called: Arc<std::sync::atomic::AtomicUsize>,
 }
 
@@ -119,7 +124,7 @@ impl Drop for CallsBack {
     fn drop(&mut self) {
         let made: Result<(), PoolError> = (|| {
             let slices: Vec<Slice> =
-                (0..4).map(|_| self.pool.alloc(PAGE_WORDS, &self.stream)).collect::<Result<_, _>>()?;
+                (0..4).map(|_| self.pool.alloc(self.words, &self.stream)).collect::<Result<_, _>>()?;
             drop(slices);
             self.pool.trim_to(0)?;
             Ok(())
@@ -129,12 +134,16 @@ impl Drop for CallsBack {
 }
 
 fn destructor(story: &mut Story) -> Told {
-    let stage = Stage::new(story.mode())?;
+    let stage = Stage::new(story)?;
     let (input, out) = (stage.state(256)?, stage.state(256)?);
     let called = Arc::new(std::sync::atomic::AtomicUsize::new(0));
     let run = |key: &str| {
-        let owner =
-            Arc::new(CallsBack { pool: stage.pool.clone(), stream: stage.stream.clone(), called: called.clone() });
+        let owner = Arc::new(CallsBack {
+            pool: stage.pool.clone(),
+            stream: stage.stream.clone(),
+            words: stage.page_words(),
+            called: called.clone(),
+        });
         stage.run(key, ScratchPolicy::Track, |scope| {
             scope.keep(owner.clone());
             stage.step(scope, &input, 1, &out)
@@ -162,7 +171,7 @@ fn destructor(story: &mut Story) -> Told {
     let after = called.load(std::sync::atomic::Ordering::SeqCst);
     story.holds("the destructors came through the pool", after > before);
     story.check("the pool's own books", Ok(()), stage.pool.check());
-    let second = Pool::new(stage.dynamic(), pages(story.mode()))?;
+    let second = Pool::new(stage.dynamic(), story.pages())?;
     let (refused, calls) = stage.calls(|| drop(second));
     let () = refused;
     story.check("calls for a pool that never had memory", Vec::<&str>::new(), names(&calls));

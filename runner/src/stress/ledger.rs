@@ -8,6 +8,7 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 use evergraph_kernels::probe::Probe;
+use evergraph_pool::driver::host::Live;
 use evergraph_pool::driver::{Call, FunctionHandle, UpdateResult};
 
 /// Marks of the world in the log. Their arguments are named as below.
@@ -97,6 +98,8 @@ pub(crate) struct Ledger {
     mallocs: BTreeMap<u64, u64>,
     maps: BTreeMap<u64, (u64, u64)>,
     chunks: HashMap<u64, u32>,
+    /// Bytes of the chunks whose handles are held.
+    created: HashMap<u64, u64>,
     balances: BTreeMap<&'static str, i64>,
     slices: BTreeMap<u64, (u64, Owner)>,
     serials: HashMap<u64, u64>,
@@ -140,6 +143,25 @@ impl Ledger {
         self.balances.iter().filter(|(_, n)| **n != 0).map(|(what, n)| (*what, *n)).collect()
     }
 
+    /// The same as a host device would tell it.
+    pub(crate) fn live(&self) -> Live {
+        let count = |what| usize::try_from(self.balances.get(what).copied().unwrap_or(0)).unwrap_or(usize::MAX);
+        let mut live = Live::default();
+        live.mallocs = count("malloc");
+        live.chunks = count("chunk");
+        live.mappings = count("mapping");
+        live.reservations = count("reservation");
+        live.host = count("pinned") + count("registration");
+        live.used_bytes = self.mallocs.values().chain(self.created.values()).sum::<u64>() as usize;
+        live.streams = count("stream");
+        live.events = count("event");
+        live.graphs = count("graph");
+        live.execs = count("exec");
+        live.modules = count("module");
+        live.captures = self.captures.len();
+        live
+    }
+
     fn call(&mut self, call: &Call, named: Named<'_>) {
         let arg = |name| call.arg(name).unwrap_or(0);
         let found = match &call.result {
@@ -164,8 +186,14 @@ impl Ledger {
                 let bytes = self.mallocs.remove(&arg("ptr")).unwrap_or(0);
                 self.lost(arg("ptr"), bytes, "freed");
             }
-            "create" => self.balance("chunk", 1),
-            "release" => self.balance("chunk", -1),
+            "create" => {
+                self.balance("chunk", 1);
+                self.created.insert(found, arg("bytes"));
+            }
+            "release" => {
+                self.balance("chunk", -1);
+                self.created.remove(&arg("handle"));
+            }
             "address_reserve" => self.balance("reservation", 1),
             "address_free" => self.balance("reservation", -1),
             "map" => self.map(arg("ptr"), arg("bytes"), arg("handle")),
