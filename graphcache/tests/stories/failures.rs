@@ -1,7 +1,7 @@
 //! Any driver call may fail at any point: nothing changes, nothing leaks, a retry works.
 
-use evergraph_graphcache::{GraphKey, Ran, Request};
-use evergraph_pool::{PoolConfig, ScratchPolicy};
+use evergraph_graphcache::{CacheError, GraphKey, Ran, Request};
+use evergraph_pool::{PoolConfig, PoolMode, ScratchPolicy, Use};
 
 use crate::rig::{Affine, BOTH, MIB, Rig, config, device, nothing_left};
 
@@ -77,4 +77,27 @@ fn a_dead_context_gives_errors_and_no_panics() {
         rig.cache.clear();
         assert_eq!(rig.cache.len(), 0);
     }
+}
+
+/// A context that died in a replay says in which graph: by the caller's key, and, on the host device, by the op.
+#[test]
+fn a_fault_in_a_replay_names_the_graph() {
+    let rig = Rig::new(PoolMode::Vmm);
+    let out = rig.slice(&[0; 4]);
+    let key = GraphKey::new(("layers of text", 7u32));
+    let run = || -> Result<(), CacheError> {
+        let _ = rig.cache.run(&Request::new(&key, &rig.pool, &rig.stream), |scope| {
+            scope.declare(&out, Use::State)?;
+            scope.keep(rig.module.clone());
+            let wild = evergraph_pool::driver::DevicePtr(0xdead_0000);
+            rig.op(scope, "add", if scope.capturing() { wild } else { out.ptr() }, out.ptr(), 4, 1)
+        })?;
+        Ok(rig.stream.synchronize()?)
+    };
+    run().unwrap();
+    run().unwrap();
+    let error = run().unwrap_err().to_string();
+    assert!(error.contains("add in graph \"layers of text 07\" of 1 nodes"), "{error}");
+    let again = run().unwrap_err().to_string();
+    assert!(again.contains("layers of text"), "{again}");
 }
