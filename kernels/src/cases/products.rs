@@ -45,6 +45,8 @@ pub(super) fn cases() -> Vec<Case> {
             product(&mut list, ty, [11, cols, tokens], false);
         }
     }
+    // Routers: few rows of floats.
+    product(&mut list, QuantType::F32, [128, 2816, 1], false);
     // The heads of models.
     for eights in [false, true] {
         for shape in [[32_000, 2048, 1], [2048, 8192, 1], [2816, 2816, 512]] {

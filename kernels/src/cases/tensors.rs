@@ -36,7 +36,7 @@ pub(crate) struct Tensors<'b> {
 }
 
 impl<'b> Tensors<'b> {
-    pub(super) fn new(bench: &'b Bench) -> Result<Self, KernelError> {
+    pub(crate) fn new(bench: &'b Bench) -> Result<Self, KernelError> {
         bench.driver().bind()?;
         Ok(Self { bench, allocations: Vec::new(), seed: 0 })
     }

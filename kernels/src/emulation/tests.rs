@@ -3,7 +3,9 @@ use std::collections::BTreeSet;
 use evergraph_pool::driver::host::{HostConfig, HostDevice};
 
 use super::*;
-use crate::cases::{Bench, cases};
+use crate::KernelError;
+use crate::cases::{Bench, Tensors, cases};
+use crate::ops::{ExpertMatMul, GetRows, Op};
 
 fn emulation() -> Option<&'static Emulation> {
     match Emulation::of_this_crate() {
@@ -60,4 +62,37 @@ fn products_agree_with_the_host_device_for_every_type_and_number_of_tokens() {
 #[test]
 fn products_with_experts_agree_with_the_host_device() {
     run(&["expert_matmul"]);
+}
+
+/// What came of the ops that read numbers from device memory, when the last one is `id`.
+fn launch_with(emulation: &Emulation, which: usize, id: i32) -> Result<(), KernelError> {
+    let bench = Bench::new(emulation.on(driver(), Order::Up).unwrap(), 0).unwrap();
+    let mut t = Tensors::new(&bench)?;
+    let op: Box<dyn Op> = if which == 0 {
+        let (table, ids, out) = (t.noise(&[4, 3])?, t.ints(&[2], &[0, id])?, t.output(&[2, 3])?);
+        Box::new(GetRows { table, ids, out, scale: 1.0 })
+    } else {
+        // Few tokens and many take different kernels.
+        let tokens = [2, 30][which - 1];
+        let mut ids = vec![3; 2 * tokens];
+        ids[2 * tokens - 1] = id;
+        let (w, x) = (t.noise(&[4, 3, 32])?, t.noise(&[tokens, 32])?);
+        Box::new(ExpertMatMul::new(w, x, t.ints(&[tokens, 2], &ids)?, t.output(&[tokens, 2, 3])?))
+    };
+    op.launch(bench.kernels(), bench.stream())?;
+    Ok(bench.driver().stream_synchronize(bench.stream())?)
+}
+
+#[test]
+fn numbers_out_of_range_in_device_memory_are_faults_that_say_why() {
+    let Some(emulation) = emulation() else { return };
+    for (which, reason) in
+        ["row number out of range", "expert id out of range", "expert id out of range"].iter().enumerate()
+    {
+        launch_with(emulation, which, 3).unwrap();
+        for id in [4, -1, i32::MIN] {
+            let fault = launch_with(emulation, which, id).unwrap_err();
+            assert!(format!("{fault:?}").contains(reason), "{which} {id}: {fault:?}");
+        }
+    }
 }

@@ -1,5 +1,5 @@
 //! Sizes of the kernels for few tokens. The templates `MatVec` and `MatVecFloats` of `matvec.cuh` and `matvec_floats.cuh`
-//! compute the same ones; a test compares them with the text.
+//! compute the same ones; in emulation, a kernel that writes past the shared memory that it was launched with is a fault.
 
 use evergraph_pool::driver::LaunchConfig;
 
@@ -39,6 +39,10 @@ impl MatVec {
 
     /// Warps that share rows: depends on the columns only, as the sums' order does.
     fn parts(self, cols: usize) -> usize {
+        if self.ty.block_size() == 1 {
+            let pieces = cols / (16 / self.ty.type_bytes());
+            return pieces.div_ceil(128).clamp(1, WARPS).next_power_of_two();
+        }
         let steps = cols.div_ceil(1024);
         match steps {
             _ if !self.eights => 1,
