@@ -45,6 +45,12 @@ typedef long long i64;
 #endif
 
 #define EVG_DEVICE __device__ __forceinline__
+// For what is called from many places and large.
+#ifdef EVG_EMULATED
+#define EVG_NOINLINE __attribute__((noinline))
+#else
+#define EVG_NOINLINE __device__ __noinline__
+#endif
 
 // Numbers of element types, as in GGUF files. Block types stand where they are decoded.
 #define TYPE_F32 0u

@@ -23,6 +23,20 @@ EVG_DEVICE Greatest warp_greatest(Greatest mine) {
     return mine;
 }
 
+// This thread's share of a row.
+EVG_DEVICE Greatest take_row(Greatest best, const float* row, u32 cols) {
+    const u32 threads = block_threads(), whole = aligned16(row) ? cols / 4 * 4 : 0;
+    // Several loads in flight: a single block reads a whole vocabulary.
+#pragma unroll 4
+    for (u32 i = 4 * thread_rank(); i < whole; i += 4 * threads) {
+        const float4 v = *reinterpret_cast<const float4*>(row + i);
+        best.take(v.x, i), best.take(v.y, i + 1), best.take(v.z, i + 2), best.take(v.w, i + 3);
+    }
+#pragma unroll 1
+    for (u32 i = whole + thread_rank(); i < cols; i += threads) best.take(row[i], i);
+    return best;
+}
+
 EVG_DEVICE Greatest block_greatest(Greatest mine) {
     __shared__ float values[32];
     __shared__ u32 places[32];

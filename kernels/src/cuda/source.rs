@@ -23,9 +23,9 @@ macro_rules! headers {
 
 /// Every source, one op a file.
 pub const SOURCES: &[Source] = sources![
-    "add" "advance" "argmax" "attention_scores" "attention_values" "copy" "expert_matmul" "expert_matvec" "expert_sum"
+    "add" "advance" "argmax" "attention" "attention_scores" "attention_values" "copy" "expert_matmul" "expert_matvec" "expert_sum"
     "fill" "get_rows" "glu" "kv_store" "matmul" "matvec_f32" "matvec_q8" "mul" "probe" "quantize" "rms_norm" "rope"
-    "router" "scale" "soft_max" "softcap"
+    "router" "sample" "scale" "soft_max" "softcap"
 ];
 
 /// Every header that they may include, by the name under which they do. Nothing else can be included.
