@@ -4,9 +4,13 @@
 //! the host device's bodies write. Tests run the cases on emulated CUDA kernels; on a machine with a GPU they run on
 //! that. Bytes around every tensor and in the gaps of strided ones must stay as they were.
 
+mod attention;
 mod compare;
 mod elementwise;
+mod moe;
 mod products;
+mod rows;
+mod sample;
 mod tensors;
 
 use std::fmt;
@@ -225,5 +229,8 @@ impl Drop for Event<'_> {
 /// Every case, op by op.
 #[must_use]
 pub fn cases() -> Vec<Case> {
-    [elementwise::cases, products::cases].into_iter().flat_map(|cases| cases()).collect()
+    [elementwise::cases, rows::cases, moe::cases, attention::cases, sample::cases, products::cases]
+        .into_iter()
+        .flat_map(|cases| cases())
+        .collect()
 }

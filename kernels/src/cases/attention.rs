@@ -1,0 +1,176 @@
+//! Cases of attention, fused and in three kernels.
+
+use super::{Case, Tensors};
+use crate::KernelError;
+use crate::ops::{Attention, AttentionScores, AttentionValues, SoftMax, TensorView};
+use crate::quant::QuantType;
+
+#[derive(Clone, Copy)]
+struct Shape {
+    tokens: usize,
+    heads: usize,
+    kv_heads: usize,
+    d: usize,
+    dv: usize,
+    /// Tokens in the cache before the first query.
+    past: usize,
+    window: Option<u32>,
+    softcap: Option<f32>,
+    sinks: bool,
+    ty: QuantType,
+    ring: bool,
+    /// Columns between the heads of a cache row.
+    gap: usize,
+}
+
+const PLAIN: Shape = Shape {
+    tokens: 1,
+    heads: 8,
+    kv_heads: 2,
+    d: 64,
+    dv: 64,
+    past: 70,
+    window: None,
+    softcap: None,
+    sinks: false,
+    ty: QuantType::F16,
+    ring: false,
+    gap: 0,
+};
+
+impl Shape {
+    fn capacity(&self) -> usize {
+        match self.window {
+            Some(window) if self.ring => window as usize + self.tokens - 1,
+            _ => self.past + self.tokens + 3,
+        }
+    }
+
+    /// A cache whose rows after the last position hold no numbers.
+    fn cache(&self, t: &mut Tensors<'_>, width: usize) -> Result<TensorView, KernelError> {
+        let (capacity, wide) = (self.capacity(), width + self.gap);
+        let mut values = t.random(capacity * self.kv_heads * wide);
+        let used = (self.past + self.tokens).min(capacity) * self.kv_heads * wide;
+        values[used..].fill(f32::NAN);
+        t.typed(self.ty, &[capacity, self.kv_heads, wide], &values)?.narrow(2, 0, width)
+    }
+
+    fn positions(&self, t: &mut Tensors<'_>) -> Result<TensorView, KernelError> {
+        let first = self.past as i32;
+        t.ints(&[self.tokens], &(first..first + self.tokens as i32).collect::<Vec<_>>())
+    }
+
+    fn queries(&self, t: &mut Tensors<'_>) -> Result<TensorView, KernelError> {
+        let values: Vec<f32> = t.random(self.tokens * self.heads * self.d).iter().map(|x| 3.0 * x).collect();
+        t.strided(&[self.tokens, self.heads, self.d], &values, self.gap, 2 * self.gap)
+    }
+
+    fn case(self, name: &str) -> Case {
+        let visible = |t: usize| (self.past + t + 1).min(self.window.map_or(usize::MAX, |w| w as usize));
+        // Rows that are read at least once, and queries and results.
+        let rows = (0..self.tokens).map(visible).max().unwrap_or(0) + self.tokens - 1;
+        let cache = rows.min(self.capacity()) * self.kv_heads * (self.d + self.dv) * self.ty.type_bytes();
+        let bytes = cache + 4 * self.tokens * self.heads * (self.d + self.dv);
+        let case = Case::new("attention", name, 5e-6, move |t| {
+            let (q, k, v) = (self.queries(t)?, self.cache(t, self.d)?, self.cache(t, self.dv)?);
+            let sinks = if self.sinks { Some(t.noise(&[self.heads])?) } else { None };
+            Ok(Box::new(Attention {
+                q,
+                k,
+                v,
+                positions: self.positions(t)?,
+                out: t.strided_output(&[self.tokens, self.heads, self.dv], self.gap, self.gap)?,
+                scale: (self.d as f32).sqrt().recip(),
+                window: self.window,
+                softcap: self.softcap,
+                sinks,
+                ring: self.ring,
+            }))
+        });
+        case.touching(bytes)
+    }
+}
+
+pub(super) fn cases() -> Vec<Case> {
+    let mut list = vec![
+        PLAIN.case("one query"),
+        Shape { past: 0, ..PLAIN }.case("one key"),
+        Shape { past: 0, tokens: 5, ..PLAIN }.case("a prompt from the start"),
+        Shape { past: 300, tokens: 9, ..PLAIN }.case("a prompt over several spans"),
+        Shape { past: 1000, ty: QuantType::F32, ..PLAIN }.case("F32 cache"),
+        Shape { past: 700, ty: QuantType::BF16, tokens: 2, ..PLAIN }.case("BF16 cache"),
+        Shape { past: 126, tokens: 3, heads: 3, kv_heads: 3, ..PLAIN }.case("a key head each"),
+        Shape { past: 40, tokens: 2, heads: 20, kv_heads: 1, ..PLAIN }.case("one key head for all"),
+        Shape { past: 30, heads: 12, kv_heads: 4, d: 7, dv: 3, gap: 1, ..PLAIN }.case("odd widths and gaps"),
+        Shape { past: 30, tokens: 2, d: 80, dv: 130, gap: 2, ty: QuantType::F32, ..PLAIN }
+            .case("other widths of values"),
+        Shape { past: 300, heads: 4, kv_heads: 1, d: 256, dv: 256, ..PLAIN }.case("wide heads"),
+        Shape { past: 150, heads: 16, kv_heads: 1, d: 576, dv: 512, ty: QuantType::BF16, ..PLAIN }.case("latent heads"),
+        Shape { past: 20, heads: 2, kv_heads: 1, d: 300, dv: 1300, ..PLAIN }.case("values wider than a block"),
+        Shape { past: 600, tokens: 3, window: Some(300), ..PLAIN }.case("window"),
+        Shape { past: 3, tokens: 4, window: Some(1), ..PLAIN }.case("window of one"),
+        Shape { past: 777, tokens: 4, window: Some(128), ring: true, ..PLAIN }.case("ring"),
+        Shape { past: 5, tokens: 3, window: Some(16), ring: true, ..PLAIN }.case("a ring that is not full"),
+        Shape { past: 400, tokens: 4, softcap: Some(2.0), ..PLAIN }.case("softcap"),
+        Shape { past: 290, tokens: 4, sinks: true, ..PLAIN }.case("sinks"),
+        Shape { past: 500, tokens: 3, sinks: true, window: Some(128), ring: true, ..PLAIN }.case("sinks and ring"),
+    ];
+    let model = Shape { heads: 32, kv_heads: 8, d: 128, dv: 128, ..PLAIN };
+    list.push(Shape { past: 511, ..model }.case("decode, 512 keys").large());
+    list.push(Shape { past: 8191, ..model }.case("decode, 8192 keys").large());
+    list.push(Shape { past: 0, tokens: 512, ..model }.case("prompt of 512").large());
+    list.push(Shape { past: 4096, tokens: 512, ..model }.case("prompt of 512 after 4096").large());
+    list.push(Case::new("attention", "positions in any order", 5e-6, |t| {
+        let shape = Shape { past: 300, tokens: 6, heads: 4, ..PLAIN };
+        let (q, k, v) = (shape.queries(t)?, shape.cache(t, shape.d)?, shape.cache(t, shape.dv)?);
+        let (positions, out) = (t.ints(&[6], &[305, 0, 129, 128, 3, 260])?, t.output(&[6, 4, 64])?);
+        let (window, softcap, sinks, ring) = (Some(100), None, None, false);
+        Ok(Box::new(Attention { q, k, v, positions, out, scale: 0.1, window, softcap, sinks, ring }))
+    }));
+    list.push(Case::new("attention", "far apart scores", 5e-6, |t| {
+        let shape = Shape { past: 400, heads: 4, ..PLAIN };
+        let (q, k, v) = (shape.queries(t)?, shape.cache(t, shape.d)?, shape.cache(t, shape.dv)?);
+        let (positions, out) = (shape.positions(t)?, t.output(&[1, 4, 64])?);
+        let (window, softcap, sinks, ring) = (None, None, None, false);
+        Ok(Box::new(Attention { q, k, v, positions, out, scale: 40.0, window, softcap, sinks, ring }))
+    }));
+    for shape in [
+        PLAIN,
+        Shape { past: 200, tokens: 3, window: Some(50), gap: 3, ty: QuantType::F32, ..PLAIN },
+        Shape { tokens: 2, d: 7, dv: 5, ty: QuantType::BF16, ..PLAIN },
+    ] {
+        let name = format!("{} {} tokens", shape.ty, shape.tokens);
+        list.push(Case::new("attention_scores", &name, 2e-6, move |t| {
+            let (q, k, positions) = (shape.queries(t)?, shape.cache(t, shape.d)?, shape.positions(t)?);
+            let scores = t.strided_output(&[shape.tokens, shape.heads, shape.capacity()], 1, 2)?;
+            Ok(Box::new(AttentionScores { q, k, positions, scores, scale: 0.3, window: shape.window }))
+        }));
+        list.push(Case::new("attention_values", &name, 1e-6, move |t| {
+            let used = shape.past + shape.tokens;
+            let mut p = t.random(shape.tokens * shape.heads * shape.capacity());
+            for row in p.chunks_exact_mut(shape.capacity()) {
+                row[used..].fill(0.0);
+            }
+            let p = t.strided(&[shape.tokens, shape.heads, shape.capacity()], &p, 1, 1)?;
+            let v = shape.cache(t, shape.dv)?;
+            let out = t.strided_output(&[shape.tokens, shape.heads, shape.dv], 2, 3)?;
+            Ok(Box::new(AttentionValues { p, v, out }))
+        }));
+    }
+    for [tokens, heads, columns] in [[1, 1, 1], [2, 3, 7], [1, 4, 5000], [9, 2, 300]] {
+        list.push(Case::new("soft_max", format!("{tokens}x{heads}x{columns}"), 2e-6, move |t| {
+            let mut x: Vec<f32> = t.random(tokens * heads * columns).iter().map(|x| 20.0 * x).collect();
+            x.iter_mut().skip(2).step_by(3).for_each(|x| *x = f32::NEG_INFINITY);
+            let x = t.strided(&[tokens, heads, columns], &x, 1, 3)?;
+            Ok(Box::new(SoftMax { out: x.clone(), x }))
+        }));
+    }
+    list.push(Case::new("soft_max", "nothing visible, NaN and infinity", 2e-6, |t| {
+        let mut x = vec![0.0; 3 * 40];
+        x[..40].fill(f32::NEG_INFINITY);
+        x[45] = f32::NAN;
+        x[100] = f32::INFINITY;
+        Ok(Box::new(SoftMax { x: t.floats(&[1, 3, 40], &x)?, out: t.output(&[1, 3, 40])? }))
+    }));
+    list
+}

@@ -1,0 +1,58 @@
+//! Cases of the choice of experts and of the sum over them.
+
+use super::Case;
+use crate::ops::{ExpertSum, Router, Scoring};
+
+pub(super) fn cases() -> Vec<Case> {
+    let mut list = Vec::new();
+    for scoring in [Scoring::Softmax, Scoring::Sigmoid, Scoring::SqrtSoftplus] {
+        for (tokens, experts, used, groups, bias) in [
+            (1, 128, 8, None, false),
+            (3, 7, 7, None, true),
+            (1, 1, 1, None, false),
+            (2, 256, 8, Some((8, 4)), true),
+            (5, 64, 6, Some((32, 5)), false),
+            (70, 32, 4, Some((1, 1)), false),
+            (1, 4096, 12, None, false),
+        ] {
+            let name = format!("{scoring:?} {used} of {experts}, {tokens} tokens, groups {groups:?}, bias {bias}");
+            list.push(Case::new("router", name, 2e-6, move |t| {
+                let logits: Vec<f32> = t.random(tokens * experts).iter().map(|x| 6.0 * x).collect();
+                let logits = t.strided(&[tokens, experts], &logits, 1, 2)?;
+                let bias = if bias { Some(t.noise(&[experts])?) } else { None };
+                let ids = t.ints(&[tokens, used], &vec![-1; tokens * used])?;
+                let (weights, norm) = (t.output(&[tokens, used])?, groups.is_none());
+                Ok(Box::new(Router { logits, bias, ids, weights, scoring, groups, norm, scale: 1.5 }))
+            }));
+        }
+        list.push(Case::new("router", format!("{scoring:?} ties, NaN and infinities"), 2e-6, move |t| {
+            let mut logits = vec![0.5; 4 * 8];
+            logits[8..16].fill(f32::NEG_INFINITY);
+            logits[12] = 1.0;
+            logits[16..24].fill(f32::NAN);
+            (logits[24], logits[25], logits[26]) = (-1e30, 1e30, -2e30);
+            let (ids, weights) = (t.ints(&[4, 3], &[-1; 12])?, t.output(&[4, 3])?);
+            let logits = t.floats(&[4, 8], &logits)?;
+            let (bias, groups, norm) = (None, Some((4, 3)), true);
+            Ok(Box::new(Router { logits, bias, ids, weights, scoring, groups, norm, scale: 1.0 }))
+        }));
+    }
+    for (tokens, used, width) in [(1, 8, 2880), (3, 1, 7), (40, 4, 64), (2, 5, 4097)] {
+        for scaled in [false, true] {
+            let name =
+                format!("{tokens}x{used}x{width} {}", if scaled { "scaled, onto the residual" } else { "plain" });
+            list.push(Case::new("expert_sum", name, 1e-6, move |t| {
+                let (y, weights) = (t.strided_noise(&[tokens, used, width], 3, 4)?, t.noise(&[tokens, used])?);
+                if !scaled {
+                    let out = t.strided_output(&[tokens, width], 1, 2)?;
+                    return Ok(Box::new(ExpertSum { y, weights, expert_scale: None, residual: None, out }));
+                }
+                let ids: Vec<i32> = (0..tokens * used).map(|i| (i * 5 % 11) as i32).collect();
+                let expert_scale = Some((t.noise(&[11])?, t.ints(&[tokens, used], &ids)?));
+                let out = t.strided_noise(&[tokens, width], 2, 2)?;
+                Ok(Box::new(ExpertSum { y, weights, expert_scale, residual: Some(out.clone()), out }))
+            }));
+        }
+    }
+    list
+}

@@ -1,0 +1,157 @@
+//! Cases of norms, rotary embedding, cache writes, copies, fills and positions.
+
+use super::Case;
+use crate::ops::{Advance, Copy, Fill, KvStore, RmsNorm, Rope, RopeKind, Yarn};
+use crate::quant::QuantType;
+
+const EXACT: f64 = 0.0;
+const CACHES: [QuantType; 3] = [QuantType::F32, QuantType::F16, QuantType::BF16];
+
+/// Values at which 16-bit floats round, overflow, become subnormal or stay odd.
+const EDGES: [f32; 20] = [
+    0.0,
+    -0.0,
+    1.0,
+    1.000_488_3,
+    1.001_464_8,
+    1.003_906_3,
+    1.011_718_8,
+    65504.0,
+    65519.9,
+    65520.0,
+    -1e30,
+    3.4e38,
+    6.1e-5,
+    5.97e-8,
+    2.98e-8,
+    2.99e-8,
+    -1e-40,
+    f32::INFINITY,
+    f32::NEG_INFINITY,
+    f32::NAN,
+];
+
+pub(super) fn cases() -> Vec<Case> {
+    [norms(), ropes(), stores(), copies(), small()].concat()
+}
+
+fn norms() -> Vec<Case> {
+    let mut list = Vec::new();
+    for shape in [[1, 1], [1, 2880], [3, 7], [2, 4099], [40, 64], [1, 7168]] {
+        let name = format!("{}x{}", shape[0], shape[1]);
+        list.push(Case::new("rms_norm", &name, 2e-6, move |t| {
+            let (x, weight, out) = (t.noise(&shape)?, t.noise(&[shape[1]])?, t.output(&shape)?);
+            Ok(Box::new(RmsNorm::new(x, weight, out, 1e-6)))
+        }));
+        list.push(Case::new("rms_norm", format!("{name} onto the residual, strided"), 2e-6, move |t| {
+            let (h, x, weight) =
+                (t.strided_noise(&shape, 1, 3)?, t.strided_noise(&shape, 2, 2)?, t.noise(&[shape[1]])?);
+            Ok(Box::new(RmsNorm { scale: 0.7, ..RmsNorm::add_to(h, x, weight, 1e-5) }))
+        }));
+    }
+    list.push(Case::new("rms_norm", "per head, in place, without weight", 2e-6, |t| {
+        let x = t.strided_noise(&[5, 6, 40], 4, 12)?;
+        Ok(Box::new(RmsNorm { out: x.clone(), x, weight: None, residual: None, eps: 1e-6, scale: 1.0 }))
+    }));
+    list.push(Case::new("rms_norm", "zeros, huge and tiny rows", 2e-6, |t| {
+        let mut x = vec![0.0; 4 * 100];
+        x[100..200].fill(1e18);
+        x[200..300].fill(-1e-20);
+        x[399] = 3e4;
+        let (x, weight, out) = (t.floats(&[4, 100], &x)?, t.noise(&[100])?, t.output(&[4, 100])?);
+        Ok(Box::new(RmsNorm::new(x, weight, out, 1e-6)))
+    }));
+    list
+}
+
+fn ropes() -> Vec<Case> {
+    let mut list = Vec::new();
+    let yarn = Yarn { factor: 16.0, original_context: 4096, beta_fast: 32.0, beta_slow: 1.0 };
+    for (kind, inverse) in [(RopeKind::Neox, false), (RopeKind::Interleaved, false), (RopeKind::Interleaved, true)] {
+        for [tokens, heads, d] in [[1, 1, 2], [1, 9, 128], [3, 4, 64], [2, 3, 514], [70, 2, 32]] {
+            let name = format!("{kind:?}{} {tokens}x{heads}x{d}", if inverse { " back" } else { "" });
+            list.push(Case::new("rope", name, 2e-6, move |t| {
+                let positions: Vec<i32> = (0..tokens as i32).map(|i| i * 97 % 5000 + 3).collect();
+                let (x, out) = (t.strided_noise(&[tokens, heads, d], 2, 6)?, t.output(&[tokens, heads, d])?);
+                let positions = t.ints(&[tokens], &positions)?;
+                Ok(Box::new(Rope { out, kind, inverse, ..Rope::neox(x, positions, 1e4, 0.25) }))
+            }));
+        }
+    }
+    list.push(Case::new("rope", "YaRN, in place, far positions", 2e-6, move |t| {
+        let (x, positions) = (t.noise(&[4, 3, 128])?, t.ints(&[4], &[0, 1, 131_071, 7])?);
+        Ok(Box::new(Rope { yarn: Some(yarn), ..Rope::neox(x, positions, 1e6, 1.0) }))
+    }));
+    list.push(Case::new("rope", "frequency factors", 2e-6, |t| {
+        let (x, positions) = (t.noise(&[2, 5, 64])?, t.ints(&[2], &[900, 31])?);
+        let factors: Vec<f32> = (0..32).map(|i| 1.0 + i as f32 / 4.0).collect();
+        let factors = Some(t.floats(&[32], &factors)?);
+        Ok(Box::new(Rope { factors, ..Rope::neox(x, positions, 5e5, 1.0) }))
+    }));
+    list
+}
+
+fn stores() -> Vec<Case> {
+    let mut list = Vec::new();
+    for ty in CACHES {
+        for [tokens, heads, d] in [[1, 8, 128], [3, 2, 7], [5, 1, 1030]] {
+            list.push(Case::new("kv_store", format!("{ty} {tokens}x{heads}x{d}"), EXACT, move |t| {
+                let positions: Vec<i32> = (0..tokens as i32).map(|i| 11 - 2 * i).collect();
+                let src = t.strided_noise(&[tokens, heads, d], 1, 5)?;
+                let cache = t.typed(ty, &[16, heads, d + 2], &vec![0.5; 16 * heads * (d + 2)])?.narrow(2, 1, d)?;
+                let positions = t.ints(&[tokens], &positions)?;
+                Ok(Box::new(KvStore { src, cache, positions, ring: false }))
+            }));
+        }
+        list.push(Case::new("kv_store", format!("{ty} ring, odd values"), EXACT, move |t| {
+            let src = t.floats(&[2, 20], &[EDGES, EDGES].concat())?;
+            let cache = t.typed(ty, &[7, 20], &[0.25; 140])?;
+            let positions = t.ints(&[2], &[i32::MAX, 700])?;
+            Ok(Box::new(KvStore { src, cache, positions, ring: true }))
+        }));
+    }
+    list
+}
+
+fn copies() -> Vec<Case> {
+    let mut list = Vec::new();
+    for from in CACHES {
+        for to in CACHES {
+            list.push(Case::new("copy", format!("{from} to {to}"), EXACT, move |t| {
+                let mut values = t.random(3 * 4 * 1100);
+                values[..20].copy_from_slice(&EDGES);
+                let src = t.typed(from, &[3, 4, 1100], &values)?.narrow(2, 1, 1090)?;
+                let dst = t.typed(to, &[3, 5, 1095], &vec![0.0; 3 * 5 * 1095])?.narrow(1, 1, 4)?.narrow(2, 3, 1090)?;
+                Ok(Box::new(Copy { src, dst }))
+            }));
+        }
+    }
+    for ty in [QuantType::I8, QuantType::I16, QuantType::I32, QuantType::I64, QuantType::F64] {
+        list.push(Case::new("copy", format!("{ty} as it is"), EXACT, move |t| {
+            let bytes: Vec<u8> = (0..50 * ty.type_bytes()).map(|i| (i * 37) as u8).collect();
+            let src = t.bytes(ty, &[5, 10], &bytes)?.narrow(1, 1, 9)?;
+            let dst = t.bytes(ty, &[5, 9], &vec![0; 45 * ty.type_bytes()])?;
+            Ok(Box::new(Copy { src, dst }))
+        }));
+    }
+    list.push(Case::new("copy", "one dimension", EXACT, |t| {
+        Ok(Box::new(Copy { src: t.noise(&[4097])?, dst: t.output(&[4097])? }))
+    }));
+    list
+}
+
+fn small() -> Vec<Case> {
+    let mut list = Vec::new();
+    for shape in [[1, 1], [3, 5000]] {
+        list.push(Case::new("fill", format!("F32 {}x{}", shape[0], shape[1]), EXACT, move |t| {
+            Ok(Box::new(Fill { x: t.output(&shape)?, value: -0.5 }))
+        }));
+    }
+    list.push(Case::new("fill", "I32", EXACT, |t| Ok(Box::new(Fill { x: t.ints(&[2, 3], &[9; 6])?, value: -7.0 }))));
+    list.push(Case::new("advance", "one", EXACT, |t| Ok(Box::new(Advance { positions: t.ints(&[1], &[41])?, by: 1 }))));
+    list.push(Case::new("advance", "many, around the end", EXACT, |t| {
+        let values: Vec<i32> = (0..700).map(|i| i32::MAX - i % 5).collect();
+        Ok(Box::new(Advance { positions: t.ints(&[700], &values)?, by: 3 }))
+    }));
+    list
+}
