@@ -110,6 +110,7 @@ pub fn table(rows: &[Row]) -> String {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -11,8 +11,9 @@ use evergraph_pool::{DeviceSlice, Pool, PoolConfig, Use};
 use super::{Effort, Error, Report, Rig, Step};
 use crate::samples::batch;
 
-/// Launches between two waits: far below what a queue holds, so that no launch waits for the device.
-const QUEUED: u32 = 32;
+/// Graphs by kernels, rounds, and launches between two waits: far below what a queue holds, so that no launch waits for the
+/// device.
+const LAUNCHES: [(usize, usize, u32); 2] = [(8, 2000, 32), (300, 500, 4)];
 
 struct Looped<'a> {
     rig: &'a Rig,
@@ -59,7 +60,7 @@ impl<'a> Looped<'a> {
 /// # Errors
 /// Those of the cache, the pool and the driver.
 pub fn launches(rig: &Rig, effort: Effort, report: &mut Report) -> Result<(), Error> {
-    for (nodes, rounds) in [(8, 2000), (300, 200)] {
+    for (nodes, rounds, queued) in LAUNCHES {
         let looped = Looped::new(rig, nodes)?;
         let exec = looped.cache.info(&looped.request()).ok_or("no graph")?.exec;
         let stream = rig.stream.handle();
@@ -74,13 +75,13 @@ pub fn launches(rig: &Rig, effort: Effort, report: &mut Report) -> Result<(), Er
                 rig.settle()?;
                 let which = (round + turn) % 3;
                 let ns = match which {
-                    0 => batch(QUEUED, |_| rig.driver.launch(black_box(exec), stream))?,
-                    1 => batch(QUEUED, |_| {
+                    0 => batch(queued, |_| rig.driver.launch(black_box(exec), stream))?,
+                    1 => batch(queued, |_| {
                         number += 1;
                         let launch = || rig.driver.launch(black_box(exec), stream);
                         launcher.launch([(&*epoch, proven)], number, launch).unwrap_or(Ok(()))
                     })?,
-                    _ => batch(QUEUED, |_| match looped.run() {
+                    _ => batch(queued, |_| match looped.run() {
                         Ok(Ran::Replayed) => Ok(()),
                         Ok(ran) => Err(format!("{ran} on an undisturbed pool").into()),
                         Err(error) => Err(Error::from(error)),
