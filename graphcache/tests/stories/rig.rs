@@ -129,7 +129,7 @@ pub(crate) fn device() -> HostConfig {
 /// Strict, and with prices that do not depend on the machine: pages are cheap.
 pub(crate) fn config() -> CacheConfig {
     let mut config = CacheConfig::default().strict(true);
-    config.costs = CostTable::host().flat_remap(0.01);
+    config.costs = CostTable::h200().flat_remap(0.01);
     config.costs.refine = false;
     config
 }

@@ -77,7 +77,7 @@ impl Stage {
         let mut cache = cache;
         // Repairs are chosen by price; fixed ones, the same on every device, make a story the same each time. Pages are
         // small here.
-        cache.costs = CostTable::host().flat_remap(0.05);
+        cache.costs = CostTable::h200().flat_remap(0.05);
         cache.costs.refine = false;
         let driver = Faulty::new(device);
         driver.set_logging(true);

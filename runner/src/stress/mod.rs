@@ -263,7 +263,7 @@ fn shared(options: &Options) -> Result<Shared, PoolError> {
     let pool = Pool::new(dynamic, PoolConfig::new(options.mode).chunk(PAGE_BYTES).smallest_slab(PAGE_BYTES).slots(48))?;
     let mut config = CacheConfig::default().max_entries(8 * options.threads.max(1));
     // Repairs are chosen by price. Fixed prices: with measured ones a seed would not say what happens.
-    config.costs = CostTable::host().flat_remap(0.05);
+    config.costs = CostTable::h200().flat_remap(0.05);
     config.costs.refine = false;
     let cache = GraphCache::new(config);
     Ok(Shared {
