@@ -217,7 +217,7 @@ fn a_forgotten_matrix_is_found(rig: &Rig) -> Told {
             Err(CacheError::Undeclared { base, .. }) if strict => assert_eq!(base, w.ptr()),
             Ok(outcome) if !strict => {
                 assert_eq!(outcome.ran, Ran::Captured);
-                assert_eq!(cache.counters().undeclared, 1);
+                assert!(cache.counters().undeclared >= 1);
             }
             other => panic!("strict {strict}: {other:?}"),
         }

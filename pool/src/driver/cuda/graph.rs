@@ -85,7 +85,12 @@ impl CudaDevice {
     fn is_cooperative(&self, call: &'static str, node: sys::CUgraphNode) -> DriverResult<bool> {
         let mut value = MaybeUninit::<sys::CUlaunchAttributeValue>::zeroed();
         let which = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
-        cuda!(self, call, cuGraphKernelNodeGetAttribute(node, which, value.as_mut_ptr()))?;
+        match cuda!(self, call, cuGraphKernelNodeGetAttribute(node, which, value.as_mut_ptr())) {
+            Ok(()) => {}
+            // A driver that does not show it refuses an update that changes it all the same.
+            Err(error) if matches!(error.kind, Kind::InvalidValue(_) | Kind::NotSupported(_)) => return Ok(false),
+            Err(error) => return Err(error),
+        }
         // SAFETY: all zero is a valid value of this plain union, and the driver filled this field of it.
         Ok(unsafe { value.assume_init().cooperative } != 0)
     }
