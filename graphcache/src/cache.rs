@@ -2,8 +2,9 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
-use evergraph_pool::driver::ExecHandle;
+use evergraph_pool::driver::{DriverResult, ExecHandle};
 use evergraph_pool::mutant;
 use parking_lot::Mutex;
 
@@ -13,6 +14,7 @@ use crate::entry::{Entry, State};
 use crate::graph::Graph;
 use crate::key::FullKey;
 use crate::lru::Lru;
+use crate::near;
 use crate::outcome::{Cause, Outcome, Ran};
 use crate::repair::Run;
 use crate::scan::Layouts;
@@ -30,6 +32,10 @@ use crate::{CacheConfig, CacheError, Counters, GraphKey, Request, Scope};
 pub struct GraphCache(Arc<Inner>);
 
 pub(crate) struct Inner {
+    /// Process-unique.
+    id: u64,
+    /// Counts uses, for the age of entries. Two threads may note the same number: then the two are of one age.
+    clock: AtomicU64,
     pub(crate) config: CacheConfig,
     pub(crate) tally: Arc<Tally>,
     pub(crate) costs: Costs,
@@ -76,8 +82,11 @@ impl GraphCache {
     /// An empty cache.
     #[must_use]
     pub fn new(config: CacheConfig) -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
         let costs = Costs::new(config.costs.clone());
         Self(Arc::new(Inner {
+            id: NEXT.fetch_add(1, Ordering::Relaxed),
+            clock: AtomicU64::new(0),
             config,
             tally: Arc::default(),
             costs,
@@ -108,31 +117,28 @@ impl GraphCache {
         if !inner.config.graphs {
             return inner.eager(request, &mut body, Cause::GraphsOff, &Lost::default());
         }
+        let replayed = |launched: DriverResult<()>| match launched {
+            Ok(()) => Ok(Outcome::plain(Ran::Replayed)),
+            Err(error) => Err(inner.refused(error)),
+        };
+        if let Some(launched) = near::find(inner.id, request, |entry| inner.replay(request, entry)) {
+            return replayed(launched);
+        }
         let key = request.full_key();
         loop {
             let Some(entry) = inner.entry(&key) else {
                 return inner.eager(request, &mut body, Cause::Full, &Lost::default());
             };
-            let mut slot = match entry.lock() {
+            near::keep(inner.id, request, &entry);
+            if let Some(launched) = inner.replay(request, &entry) {
+                return replayed(launched);
+            }
+            let slot = match entry.lock() {
                 Ok(Some(slot)) => slot,
                 Ok(None) => continue,
                 Err(error) => return Err(inner.refused(error)),
             };
-            if let Some(State { graph: Some(graph), tempo, .. }) = &mut slot.state
-                && graph.bound.as_slice() == request.bound
-                && !entry.is_invalid()
-                && let Some(launched) = graph.launch()
-            {
-                tempo.ran();
-                drop(slot);
-                return match launched {
-                    Ok(()) => {
-                        inner.tally.replays.one();
-                        Ok(Outcome::plain(Ran::Replayed))
-                    }
-                    Err(error) => Err(inner.refused(error)),
-                };
-            }
+            entry.note_use(inner.now());
             let work = entry.check_out(slot);
             return Run { inner, request, body: &mut body, work }.slow();
         }
@@ -190,7 +196,7 @@ impl GraphCache {
     /// Makes the next run of every graph of `key` capture it anew: the buffers behind it were exchanged, or
     /// filled again after their bytes were lost. The exec stays and is updated where that is proven.
     pub fn invalidate(&self, key: &GraphKey) {
-        for entry in self.0.entries.lock().oldest().filter(|e| e.key.key == *key) {
+        for entry in self.0.entries.lock().all().filter(|e| e.key.key == *key) {
             entry.invalidate();
         }
     }
@@ -206,17 +212,50 @@ impl GraphCache {
     }
 }
 
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // Threads may still have entries at hand: what is in them goes now.
+        self.drop_where(|_| true);
+    }
+}
+
 impl Inner {
+    /// Launches an undisturbed graph. `None`: nothing happened, and it has to be looked into.
+    #[inline]
+    fn replay(&self, request: &Request<'_>, entry: &Entry) -> Option<DriverResult<()>> {
+        let mut slot = entry.try_lock()?;
+        let State { graph: Some(graph), tempo, .. } = slot.state.as_mut()? else { return None };
+        if graph.bound.as_slice() != request.bound || entry.is_invalid() {
+            return None;
+        }
+        let launched = graph.launch()?;
+        tempo.ran();
+        entry.note_use(self.now());
+        if launched.is_ok() {
+            self.tally.replays.one();
+        }
+        Some(launched)
+    }
+
+    /// The next number of the clock. Not a read-modify-write, which would cost as much as the rest of the check.
+    #[inline]
+    fn now(&self) -> u64 {
+        let now = self.clock.load(Ordering::Relaxed) + 1;
+        self.clock.store(now, Ordering::Relaxed);
+        now
+    }
+
     /// Finds or makes the entry. `None`: there is no room and nobody to evict.
     fn entry(&self, key: &FullKey) -> Option<Arc<Entry>> {
         loop {
             let victim = {
                 let mut entries = self.entries.lock();
-                if let Some(entry) = entries.touch(key) {
+                if let Some(entry) = entries.get(key) {
                     return Some(Arc::clone(entry));
                 }
                 if entries.len() < self.config.max_entries || mutant::is("cache.unbounded") {
                     let entry = Entry::new(key.clone());
+                    entry.note_use(self.now());
                     entries.insert(Arc::clone(&entry));
                     return Some(entry);
                 }
@@ -262,8 +301,8 @@ impl Inner {
     /// Takes the oldest entry out whose state is at home. Owning its launcher means that nobody is between check
     /// and launch, so the eviction needs no handshake of its own.
     fn oldest_idle(entries: &mut Lru, except: Option<&FullKey>) -> Option<State> {
-        let mut candidates: Vec<_> =
-            entries.oldest().filter(|e| except != Some(&e.key)).take(64).map(Arc::clone).collect();
+        let mut candidates = entries.oldest(64);
+        candidates.retain(|e| except != Some(&e.key));
         if mutant::is("cache.evicts-newest") {
             candidates.reverse();
         }
@@ -295,7 +334,7 @@ impl Inner {
         let mut states = Vec::new();
         {
             let mut entries = self.entries.lock();
-            let doomed: Vec<_> = entries.oldest().filter(|e| doomed(e)).map(Arc::clone).collect();
+            let doomed: Vec<_> = entries.all().filter(|e| doomed(e)).map(Arc::clone).collect();
             for entry in doomed {
                 if let Some(state) = entry.try_evict() {
                     entries.remove(&entry.key);

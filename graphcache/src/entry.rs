@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::{self, ThreadId};
 
 use evergraph_pool::mutant;
@@ -21,6 +21,8 @@ pub(crate) struct Entry {
     pub(crate) slot: Mutex<Slot>,
     changed: Condvar,
     invalid: AtomicBool,
+    /// When it was last used, on the cache's clock.
+    used: AtomicU64,
 }
 
 #[derive(Debug)]
@@ -52,7 +54,13 @@ pub(crate) struct State {
 impl Entry {
     pub(crate) fn new(key: FullKey) -> Arc<Self> {
         let slot = Slot { state: Some(State::default()), owner: None, gone: false };
-        Arc::new(Self { key, slot: Mutex::new(slot), changed: Condvar::new(), invalid: AtomicBool::new(false) })
+        Arc::new(Self {
+            key,
+            slot: Mutex::new(slot),
+            changed: Condvar::new(),
+            invalid: AtomicBool::new(false),
+            used: AtomicU64::new(0),
+        })
     }
 
     /// Waits for the state. `None`: the entry was evicted meanwhile.
@@ -90,6 +98,21 @@ impl Entry {
         let mut slot = self.slot.try_lock()?;
         let graph = &mut slot.state.as_mut()?.graph;
         if graph.as_ref().is_some_and(|g| g.handle.evicted()) { graph.take() } else { None }
+    }
+
+    #[inline]
+    pub(crate) fn note_use(&self, now: u64) {
+        self.used.store(now, Ordering::Relaxed);
+    }
+
+    pub(crate) fn last_used(&self) -> u64 {
+        self.used.load(Ordering::Relaxed)
+    }
+
+    /// The slot, if its state is there and nobody is at it.
+    #[inline]
+    pub(crate) fn try_lock(&self) -> Option<MutexGuard<'_, Slot>> {
+        self.slot.try_lock()
     }
 
     pub(crate) fn invalidate(&self) {

@@ -6,6 +6,8 @@ use std::hash::{BuildHasher, Hash, Hasher};
 use evergraph_pool::driver::DeviceOrdinal;
 use smallvec::SmallVec;
 
+use crate::Request;
+
 /// The caller's part of a graph's key: everything that shapes the work, and nothing that is an address.
 ///
 /// Two keys are equal only if everything that was put in is equal; a hash is never taken for identity.
@@ -24,6 +26,13 @@ impl GraphKey {
         let mut mixer = Mixer::default();
         mixer.write(&recorder.0);
         Self { hash: mixer.finish(), bytes: recorder.0 }
+    }
+}
+
+impl GraphKey {
+    #[inline]
+    pub(crate) fn hash(&self) -> u64 {
+        self.hash
     }
 }
 
@@ -60,6 +69,17 @@ pub(crate) struct FullKey {
     pub(crate) device: DeviceOrdinal,
     pub(crate) stream: u64,
     pub(crate) modules: u64,
+}
+
+impl FullKey {
+    /// Whether it is a request's key: compared without making one.
+    #[inline]
+    pub(crate) fn is_of(&self, request: &Request<'_>) -> bool {
+        self.stream == request.stream.id()
+            && self.modules == request.modules
+            && self.key == *request.key
+            && self.device == request.stream.device()
+    }
 }
 
 impl Hash for FullKey {

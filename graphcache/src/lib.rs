@@ -68,6 +68,7 @@ mod graph;
 mod key;
 mod lru;
 mod module;
+mod near;
 mod outcome;
 mod repair;
 mod request;

@@ -109,3 +109,21 @@ fn a_cache_full_of_busy_graphs_runs_eagerly() {
     assert_eq!(seen.take(), Some(Cause::Full));
     assert_eq!(rig.cache.len(), 1);
 }
+
+/// A thread keeps the entries that it used last at hand; that must not keep a graph alive, nor show one of another cache.
+#[test]
+fn what_a_thread_has_at_hand_lives_no_longer_than_its_cache() {
+    let rig = Rig::with(PoolMode::Vmm, config().warm_ups(0));
+    let out = rig.slice(&[0; 4]);
+    let key = evergraph_graphcache::GraphKey::new("the same in every cache");
+    for round in 0..3 {
+        let cache = evergraph_graphcache::GraphCache::new(config().warm_ups(0));
+        let request = evergraph_graphcache::Request::new(&key, &rig.pool, &rig.stream);
+        let input = rig.slice(&[round; 4]);
+        let run = || cache.run(&request, |scope| rig.affine(scope, &input, &out, 4, (1, 1))).unwrap().ran;
+        assert_eq!((run(), run(), run()), (Ran::Captured, Ran::Replayed, Ran::Replayed));
+        assert_eq!((rig.read(&out)[0], rig.host.live().execs), (round + 1, 1));
+        drop(cache);
+        assert_eq!(rig.host.live().execs, 0, "round {round}");
+    }
+}
