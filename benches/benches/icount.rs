@@ -123,7 +123,7 @@ const LIMIT_CHURN: u64 = 1620;
 /// Lease, fence, compare, note, clear.
 const LIMIT_CHECK: u64 = 25;
 /// A run of the cache that ends in a replay: key, lookup, check, launch.
-const LIMIT_REPLAY: u64 = 650;
+const LIMIT_REPLAY: u64 = 400;
 
 library_benchmark_group!(name = counts, benchmarks = [pair, churn, launch_check, replay]);
 main!(library_benchmark_groups = counts);
