@@ -15,9 +15,9 @@ EVG_KERNEL(quantize, EVG_BOUNDS(256))
         float most = fabsf(value);
         for (int distance = 16; distance > 0; distance >>= 1) most = greater(__shfl_xor_sync(FULL_WARP, most, distance), most);
         const float d = most / 127.0f;
-        // The limits are for scales so small that they are rounded coarsely; NaN (0 / 0 is one) becomes 0.
+        // The limits are for scales so small that they are rounded coarsely, or to 0, which leaves nothing; NaN becomes 0.
         const float ratio = value / d;
-        const int code = ratio == ratio ? __float2int_rn(fminf(fmaxf(ratio, -127.0f), 127.0f)) : 0;
+        const int code = d != 0.0f && ratio == ratio ? __float2int_rn(fminf(fmaxf(ratio, -127.0f), 127.0f)) : 0;
         at<i8>(q, t * q_stride)[u64(unit) * 32 + lane] = i8(code);
         const int sum = warp_sum(code);
         if (lane == 0) {

@@ -113,6 +113,14 @@ fn half<const L: u8>(b: &[u8], at: usize) -> f32 {
     f16_to_f32(bits)
 }
 
+/// Signed bytes, made 128 greater. Eight at a time: byte by byte it does not vectorise.
+#[inline(always)]
+fn signed(q: &[u8], codes: &mut [u8]) {
+    for (code, q) in codes.as_chunks_mut::<8>().0.iter_mut().zip(q.as_chunks::<8>().0) {
+        *code = (u64::from_ne_bytes(*q) ^ 0x8080_8080_8080_8080).to_ne_bytes();
+    }
+}
+
 /// Low halves of 16 bytes, then high ones.
 #[inline(always)]
 fn nibbles(q: &[u8], codes: &mut [u8; 32]) {
@@ -188,7 +196,7 @@ fn q5_1<const L: u8>(b: &[u8; 24], codes: &mut [u8; 32], scales: &mut Entry2, mi
 #[inline(always)]
 fn q8_0<const L: u8>(b: &[u8; 34], codes: &mut [u8; 32], scales: &mut Entry2, _: &mut Entry2) {
     *scales = [half::<L>(b, 0); 2];
-    codes.iter_mut().zip(&b[2..]).for_each(|(code, q)| *code = q ^ 0x80);
+    signed(&b[2..], codes);
 }
 
 /// The values of IQ4 codes, 128 greater.
@@ -317,7 +325,7 @@ fn q6_k<const L: u8>(b: &[u8; 210], codes: &mut [u8; 256], scales: &mut Entry16,
 #[inline(always)]
 fn q8_k(b: &[u8; 292], codes: &mut [u8; 256], scales: &mut Entry16, _: &mut Entry16) {
     *scales = [f32::from_le_bytes([b[0], b[1], b[2], b[3]]); 16];
-    codes.iter_mut().zip(&b[4..]).for_each(|(code, q)| *code = q ^ 0x80);
+    signed(&b[4..], codes);
 }
 
 #[inline(always)]

@@ -149,6 +149,7 @@ fn plain(codes: &[u8], scales: &[f32], minima: &[f32], x: &Token) -> f32 {
 }
 
 /// The sum of all lanes, in a fixed order.
+#[inline(always)]
 pub(super) fn reduce(lanes: &[f32; LANES], low: &[f32; 8]) -> f32 {
     let mut lanes = *lanes;
     for (l, low) in low.iter().enumerate() {
