@@ -28,7 +28,7 @@ pub(crate) const STORIES: &[Story] = &[
 
 macro_rules! words {
     ($rig:expr, $n:expr) => {
-        $rig.pool.upload(&vec![1u32; $n], Purpose::State, &$rig.stream).unwrap()
+        $rig.pool.upload(&[1u32; $n], Purpose::State, &$rig.stream).unwrap()
     };
 }
 pub(crate) use words;
