@@ -54,7 +54,7 @@ impl Device {
         Ok(Self::of(first))
     }
 
-    /// A device by its driver.
+    /// A device by its driver, which is used as hardware is: one for all, with nothing to set on it.
     #[must_use]
     pub fn of(driver: DynDriver) -> Self {
         Self(Some(Arc::new(Hardware { first: driver, second: OnceLock::new() })))

@@ -6,7 +6,7 @@ use serde_json::json;
 
 use super::device::choose;
 use super::flags::{PoolChoice, Switch};
-use super::output::Output;
+use super::output::{Output, say};
 use super::scenario::mode;
 use crate::error::{Error, Result};
 use crate::stress::{self, Options};
@@ -28,9 +28,9 @@ pub(super) struct Flags {
     /// The seed of the steps
     #[arg(long, value_name = "S", default_value_t = 1)]
     seed: u64,
-    /// The device to run on
-    #[arg(long, value_name = "DEVICE", default_value = "host")]
-    device: String,
+    /// host, cuda or cuda:N; by default cuda if there is one, else host
+    #[arg(long, value_name = "DEVICE")]
+    device: Option<String>,
     /// How the pool gets memory
     #[arg(long, value_enum, default_value_t = PoolChoice::Vmm)]
     pool: PoolChoice,
@@ -40,16 +40,11 @@ pub(super) struct Flags {
 }
 
 pub(super) fn run(flags: &Flags, out: &mut Output) -> Result<()> {
-    let device = choose(Some(&flags.device))?;
-    if !device.is_host() {
-        return Err(Error::NoDevice {
-            asked: device.to_string(),
-            found: "stress runs on the host device".to_owned(),
-            advice: "--device host".to_owned(),
-        });
-    }
+    let device = choose(flags.device.as_deref())?;
     let unless_timed = if flags.seconds.is_some() { u64::MAX } else { 20_000 };
+    say(format!("device: {device}"));
     let options = Options::new(mode(flags.pool))
+        .device(device)
         .steps(flags.steps.unwrap_or(unless_timed))
         .threads(flags.threads.into())
         .faults(flags.faults == Switch::On)

@@ -26,6 +26,7 @@ use evergraph_pool::PoolMode;
 
 use self::account::Account;
 use self::stage::{Setting, play};
+use crate::device::Device;
 use crate::error::Result;
 
 pub use report::{Check, Counted, Repairs, Report, Steady};
@@ -54,27 +55,48 @@ impl Default for Settings {
 }
 
 impl Settings {
-    /// The limit in force, bytes.
+    /// The limit in force on the host's card, bytes.
     #[must_use]
     pub fn limit_bytes(&self) -> usize {
         self.limit_bytes.unwrap_or(LIMIT_BYTES)
     }
 }
 
-/// Plays the story under the limit, once more without limit and without graphs, and compares.
+/// How many times its size each buffer takes on a device, so that the story, written for pages of 32 KiB, is the same
+/// with its pages.
+///
+/// # Errors
+/// Those of the driver.
+pub fn scale(device: &Device, pool: PoolMode) -> Result<usize> {
+    stage::scale(device, pool)
+}
+
+/// Plays the story on a host device under the limit, once more without limit and without graphs, and compares.
 ///
 /// # Errors
 /// Those of the pool (a limit that the story does not fit in), the graph cache and the driver, and of `tell`. Checks
 /// that do not hold are no error here: see [`Report::failed`].
 pub fn run(settings: &Settings, tell: &mut dyn FnMut(&str) -> Result<()>) -> Result<Report> {
+    run_on(&Device::host(), settings, tell)
+}
+
+/// As [`run`], on a device of choice. Where its pages are larger than those of the host's card every buffer is padded by
+/// as much, and so is the limit: see [`scale`].
+///
+/// # Errors
+/// As [`run`].
+pub fn run_on(device: &Device, settings: &Settings, tell: &mut dyn FnMut(&str) -> Result<()>) -> Result<Report> {
+    let scale = scale(device, settings.pool)?;
     let setting = Setting {
         mode: settings.pool,
-        limit_bytes: Some(settings.limit_bytes()),
+        limit_bytes: Some(settings.limit_bytes.unwrap_or(LIMIT_BYTES * scale)),
         graphs: settings.graphs,
         seed: settings.seed,
+        backend: device.backend(),
+        scale,
     };
-    let played = play(&setting, &mut Account::new(tell))?;
+    let played = play(device, &setting, &mut Account::new(tell))?;
     let plain = Setting { limit_bytes: None, graphs: false, ..setting };
-    let reference = play(&plain, &mut Account::silent())?;
+    let reference = play(device, &plain, &mut Account::silent())?;
     Ok(Report::new(&setting, &played, &reference))
 }

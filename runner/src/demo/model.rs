@@ -8,11 +8,9 @@ use std::sync::Arc;
 
 use evergraph_kernels::ops::{Root, TensorView};
 use evergraph_kernels::quant::{QuantType, quantize};
-use evergraph_pool::driver::Faulty;
-use evergraph_pool::driver::host::HostDevice;
-use evergraph_pool::{DeviceSlice, Pool, Purpose, Stream};
+use evergraph_pool::{DeviceSlice, Pool, Purpose};
 
-use super::step::taken;
+use super::step::{Room, taken};
 use super::witness::OTHERS;
 use crate::error::Result;
 
@@ -62,8 +60,8 @@ pub(super) struct Model {
 
 impl Model {
     /// Makes the weights up and uploads them.
-    pub(super) fn generate(seed: u64, pool: &Pool, stream: &Stream, device: &Faulty<HostDevice>) -> Result<Self> {
-        let mut forge = Forge { random: Random::new(seed), pool, stream, device };
+    pub(super) fn generate(seed: u64, room: Room<'_>) -> Result<Self> {
+        let mut forge = Forge { random: Random::new(seed), room };
         let embedding = forge.matrix("token_embd", QuantType::Q8_0, &[VOCABULARY, WIDTH], 1.0)?;
         let layers = (0..LAYERS).map(|_| forge.layer()).collect::<Result<_>>()?;
         let output_norm = forge.norm("output_norm", WIDTH)?;
@@ -104,9 +102,7 @@ impl Model {
 
 struct Forge<'a> {
     random: Random,
-    pool: &'a Pool,
-    stream: &'a Stream,
-    device: &'a Faulty<HostDevice>,
+    room: Room<'a>,
 }
 
 impl Forge<'_> {
@@ -148,9 +144,9 @@ impl Forge<'_> {
 
     fn upload(&mut self, name: &str, ty: QuantType, shape: &[usize], values: &[f32]) -> Result<Weight> {
         let bytes = quantize(ty, values)?;
-        let slice = self.pool.upload(&bytes, Purpose::Weight, self.stream)?;
-        taken(self.device, &slice, OTHERS);
-        let view = TensorView::new(&root(name, &slice, self.pool), ty, shape)?;
+        let slice = self.room.upload(&bytes, Purpose::Weight)?;
+        taken(self.room.device, &slice, OTHERS);
+        let view = TensorView::new(&root(name, &slice, self.room.pool), ty, shape)?;
         Ok(Weight { slice, view })
     }
 }

@@ -97,7 +97,7 @@ pub struct Check {
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Report {
-    /// `host`.
+    /// `host` or `cuda`.
     pub device: &'static str,
     /// `vmm` or `slab`.
     pub pool: String,
@@ -155,7 +155,7 @@ impl Report {
             n => seen.undisturbed_replays as f64 * 100.0 / n as f64,
         };
         let mut report = Self {
-            device: "host",
+            device: setting.backend,
             pool: setting.mode.to_string(),
             limit_bytes: setting.limit_bytes,
             graphs: setting.graphs,

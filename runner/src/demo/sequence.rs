@@ -2,13 +2,11 @@
 
 use evergraph_kernels::ops::{Copy, Plan, SampleState, TensorView};
 use evergraph_kernels::quant::QuantType;
-use evergraph_pool::driver::Faulty;
-use evergraph_pool::driver::host::HostDevice;
-use evergraph_pool::{DeviceSlice, Pool, Purpose, Stream};
+use evergraph_pool::{DeviceSlice, Purpose, Stream};
 use zerocopy::IntoBytes;
 
 use super::model::{HEAD_WIDTH, HEADS, KV_HEADS, LAYERS, Random, VOCABULARY, WIDTH, root};
-use super::step::{Bench, Cache, Controls, FUSED_UP_TO, taken};
+use super::step::{Bench, Cache, Controls, FUSED_UP_TO, Room, taken};
 use super::witness::OTHERS;
 use crate::error::Result;
 
@@ -47,11 +45,11 @@ pub(super) struct Kv {
 }
 
 impl Kv {
-    fn new(pool: &Pool, stream: &Stream, device: &Faulty<HostDevice>, capacity: usize) -> Result<Self> {
+    fn new(room: Room<'_>, capacity: usize) -> Result<Self> {
         let part = capacity * KV_HEADS * HEAD_WIDTH;
-        let slice = pool.alloc_for::<u16>(2 * LAYERS * part, Purpose::State, stream)?;
-        taken(device, &slice, OTHERS);
-        let root = root("kv", &slice, pool);
+        let slice = room.alloc::<u16>(2 * LAYERS * part, Purpose::State)?;
+        taken(room.device, &slice, OTHERS);
+        let root = root("kv", &slice, room.pool);
         let view = |n: usize| {
             TensorView::at(&root, n * part * size_of::<u16>(), QuantType::F16, &[capacity, KV_HEADS, HEAD_WIDTH])
         };
@@ -93,16 +91,9 @@ pub(super) struct Sequence {
 
 impl Sequence {
     /// Takes the memory that the text needs from the start.
-    pub(super) fn new(
-        pool: &Pool,
-        stream: &Stream,
-        device: &Faulty<HostDevice>,
-        id: u64,
-        script: Script,
-        seed: u64,
-    ) -> Result<Self> {
+    pub(super) fn new(room: Room<'_>, id: u64, script: Script, seed: u64) -> Result<Self> {
         let capacity = (script.prompt.len() + 1).next_power_of_two().max(SMALLEST);
-        let kv = Kv::new(pool, stream, device, capacity)?;
+        let kv = Kv::new(room, capacity)?;
         let state = SampleState {
             seed: seed ^ (id + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15),
             temp: 0.8,
@@ -111,31 +102,31 @@ impl Sequence {
             ..SampleState::greedy()
         };
         let position = i32::try_from(script.prompt.len()).unwrap_or(i32::MAX) - 1;
-        let sampler = pool.upload(state.as_bytes(), Purpose::State, stream)?;
-        let position = pool.upload(&[position], Purpose::State, stream)?;
-        let token = pool.alloc_for::<i32>(1, Purpose::State, stream)?;
-        let recent = pool.alloc_for::<i32>(RING, Purpose::State, stream)?;
-        let hidden = pool.alloc_for::<f32>(WIDTH, Purpose::State, stream)?;
+        let sampler = room.upload(state.as_bytes(), Purpose::State)?;
+        let position = room.upload(&[position], Purpose::State)?;
+        let token = room.alloc::<i32>(1, Purpose::State)?;
+        let recent = room.alloc::<i32>(RING, Purpose::State)?;
+        let hidden = room.alloc::<f32>(WIDTH, Purpose::State)?;
         let controls = Controls {
-            hidden: TensorView::new(&root("hidden", &hidden, pool), QuantType::F32, &[1, WIDTH])?,
-            sampler: TensorView::new(&root("sampler", &sampler, pool), QuantType::I8, &[SampleState::BYTES])?,
-            recent: TensorView::new(&root("recent", &recent, pool), QuantType::I32, &[RING])?,
-            token: TensorView::new(&root("token", &token, pool), QuantType::I32, &[1])?,
-            position: TensorView::new(&root("position", &position, pool), QuantType::I32, &[1])?,
+            hidden: TensorView::new(&root("hidden", &hidden, room.pool), QuantType::F32, &[1, WIDTH])?,
+            sampler: TensorView::new(&root("sampler", &sampler, room.pool), QuantType::I8, &[SampleState::BYTES])?,
+            recent: TensorView::new(&root("recent", &recent, room.pool), QuantType::I32, &[RING])?,
+            token: TensorView::new(&root("token", &token, room.pool), QuantType::I32, &[1])?,
+            position: TensorView::new(&root("position", &position, room.pool), QuantType::I32, &[1])?,
         };
-        taken(device, &sampler, OTHERS);
-        taken(device, &position, OTHERS);
-        taken(device, &token, OTHERS);
-        taken(device, &recent, OTHERS);
-        taken(device, &hidden, OTHERS);
-        let ids = pool.alloc::<i32>(CHUNK, stream)?;
-        let positions = pool.alloc::<i32>(CHUNK, stream)?;
-        taken(device, &ids, OTHERS);
-        taken(device, &positions, OTHERS);
+        taken(room.device, &sampler, OTHERS);
+        taken(room.device, &position, OTHERS);
+        taken(room.device, &token, OTHERS);
+        taken(room.device, &recent, OTHERS);
+        taken(room.device, &hidden, OTHERS);
+        let ids = room.alloc::<i32>(CHUNK, Purpose::Scratch)?;
+        let positions = room.alloc::<i32>(CHUNK, Purpose::Scratch)?;
+        taken(room.device, &ids, OTHERS);
+        taken(room.device, &positions, OTHERS);
         let scores = if capacity > FUSED_UP_TO {
-            let slice = pool.alloc::<f32>(CHUNK * HEADS * capacity, stream)?;
-            taken(device, &slice, OTHERS);
-            let root = root("prompt scores", &slice, pool);
+            let slice = room.alloc::<f32>(CHUNK * HEADS * capacity, Purpose::Scratch)?;
+            taken(room.device, &slice, OTHERS);
+            let root = root("prompt scores", &slice, room.pool);
             let view = TensorView::new(&root, QuantType::F32, &[CHUNK, HEADS, capacity])?;
             Some((slice, view))
         } else {
@@ -169,9 +160,10 @@ impl Sequence {
         let end = (prefill.done + CHUNK).min(self.script.prompt.len());
         let ids = &self.script.prompt[prefill.done..end];
         let positions: Vec<i32> = (prefill.done..end).map(|p| i32::try_from(p).unwrap_or(i32::MAX)).collect();
-        bench.stream.upload(ids, &prefill.ids)?;
-        bench.stream.upload(&positions, &prefill.positions)?;
-        let view = |name: &str, slice| TensorView::new(&root(name, slice, bench.pool), QuantType::I32, &[ids.len()]);
+        bench.room.stream.upload(ids, &prefill.ids)?;
+        bench.room.stream.upload(&positions, &prefill.positions)?;
+        let view =
+            |name: &str, slice| TensorView::new(&root(name, slice, bench.room.pool), QuantType::I32, &[ids.len()]);
         super::step::body(
             bench,
             model,
@@ -198,14 +190,14 @@ impl Sequence {
 
     /// Moves the cache into one of twice the capacity. The old one goes back to the pool.
     pub(super) fn grow(&mut self, bench: Bench<'_>) -> Result<()> {
-        let wider = Kv::new(bench.pool, bench.stream, bench.device, 2 * self.kv.capacity)?;
+        let wider = Kv::new(bench.room, 2 * self.kv.capacity)?;
         let mut plan = Plan::new();
         for (old, new) in self.kv.layers.iter().zip(&wider.layers) {
             for (src, dst) in [(&old.k, &new.k), (&old.v, &new.v)] {
                 plan.push(Copy { src: src.narrow(0, 0, self.len)?, dst: dst.narrow(0, 0, self.len)? })?;
             }
         }
-        plan.launch(bench.kernels, bench.stream.handle())?;
+        plan.launch(bench.kernels, bench.room.stream.handle())?;
         self.kv = wider;
         Ok(())
     }

@@ -10,7 +10,7 @@ use evergraph_kernels::Kernels;
 use evergraph_kernels::ops::TensorView;
 use evergraph_kernels::quant::QuantType;
 use evergraph_pool::driver::host::{HostConfig, HostDevice, Live, Poison};
-use evergraph_pool::driver::{DynDriver, Faulty};
+use evergraph_pool::driver::{Driver, DynDriver, Faulty};
 use evergraph_pool::{
     Arena, Counters as PoolCounters, Pool, PoolConfig, PoolMode, PoolStats, ScratchPolicy, Stream, Use,
 };
@@ -18,9 +18,11 @@ use evergraph_pool::{
 use super::account::Account;
 use super::model::{Model, Random, root};
 use super::sequence::{Script, Sequence};
-use super::step::{Bench, FUSED_UP_TO};
+use super::step::{Bench, FUSED_UP_TO, Room};
 use super::witness::{Findings, STEP, Seen, Way, Witness};
+use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::stress::ledger::Ledger;
 
 /// Memory of the card, bytes.
 const CARD_BYTES: usize = 64 << 20;
@@ -38,6 +40,18 @@ pub(super) struct Setting {
     pub(super) limit_bytes: Option<usize>,
     pub(super) graphs: bool,
     pub(super) seed: u64,
+    /// `host` or `cuda`.
+    pub(super) backend: &'static str,
+    /// How much larger everything is than on the smallest card.
+    pub(super) scale: usize,
+}
+
+/// How much larger the pages of a device are than those that the story was written for. A slab is as large as we like.
+pub(super) fn scale(device: &Device, mode: PoolMode) -> Result<usize> {
+    match mode {
+        PoolMode::Vmm => Ok((device.page_bytes(GRANULARITY_BYTES)? / GRANULARITY_BYTES).max(1)),
+        PoolMode::Slab => Ok(1),
+    }
 }
 
 /// What is left of a run.
@@ -88,10 +102,10 @@ fn scripts(seed: u64) -> Vec<Script> {
 }
 
 /// Plays the story once.
-pub(super) fn play(setting: &Setting, account: &mut Account<'_>) -> Result<Played> {
-    let host =
-        HostDevice::new(HostConfig::default().memory(CARD_BYTES).granularity(GRANULARITY_BYTES).poison(Poison::Full))?;
-    let device = Faulty::new(Arc::clone(&host));
+pub(super) fn play(device: &Device, setting: &Setting, account: &mut Account<'_>) -> Result<Played> {
+    let host = HostConfig::default().memory(CARD_BYTES).granularity(GRANULARITY_BYTES).poison(Poison::Full);
+    let own = device.is_host();
+    let device = Faulty::new(device.driver(host)?);
     device.set_logging(true);
     let start = Instant::now();
     let mut stage = Stage::new(setting, Arc::clone(&device))?;
@@ -99,11 +113,12 @@ pub(super) fn play(setting: &Setting, account: &mut Account<'_>) -> Result<Playe
     let (pool, stats) = (stage.pool.counters(), stage.pool.stats());
     let cache = stage.cache.counters();
     let steps = stage.steps;
-    let findings = stage.curtain();
-    let tokens = result?;
+    let (findings, mut books) = stage.curtain();
     let seconds = start.elapsed().as_secs_f64();
-    drop(device);
-    Ok(Played { tokens, findings, pool, stats, cache, steps, seconds, left: host.live() })
+    books.read(&device.take_log(), &|_, _| None);
+    // By the account of a device of its own, or where it has none by the log.
+    let left = device.as_host().filter(|_| own).map_or_else(|| books.live(), HostDevice::live);
+    Ok(Played { tokens: result?, findings, pool, stats, cache, steps, seconds, left })
 }
 
 #[derive(Debug)]
@@ -116,21 +131,26 @@ struct Stage {
     kernels: Kernels,
     pool: Pool,
     stream: Stream,
-    device: Arc<Faulty<HostDevice>>,
+    device: Arc<Faulty>,
     witness: Witness,
+    /// What was made and not given back.
+    books: Ledger,
+    scale: usize,
     steps: u64,
     round: usize,
 }
 
 impl Stage {
-    fn new(setting: &Setting, device: Arc<Faulty<HostDevice>>) -> Result<Self> {
+    fn new(setting: &Setting, device: Arc<Faulty>) -> Result<Self> {
         let driver: DynDriver = Arc::clone(&device) as _;
-        let mut config = PoolConfig::new(setting.mode).chunk(GRANULARITY_BYTES).smallest_slab(SLAB_BYTES);
+        let mut config =
+            PoolConfig::new(setting.mode).chunk(GRANULARITY_BYTES * setting.scale).smallest_slab(SLAB_BYTES);
         config.limit_bytes = setting.limit_bytes;
         let pool = Pool::new(Arc::clone(&driver), config)?;
         let stream = Stream::new(&driver)?;
         let kernels = Kernels::load(driver)?;
-        let model = Model::generate(setting.seed, &pool, &stream, &device)?;
+        let room = Room { pool: &pool, stream: &stream, device: &device, scale: setting.scale };
+        let model = Model::generate(setting.seed, room)?;
         // Prices of a made-up card, whatever this machine is busy with: the story is the same each time, and has every kind
         // of repair in it. (On this device itself captures are so cheap that pages are put back only where nothing is free.)
         let mut costs = CostTable::h200();
@@ -155,6 +175,8 @@ impl Stage {
             stream,
             device,
             witness: Witness::default(),
+            books: Ledger::default(),
+            scale: setting.scale,
             steps: 0,
             round: 0,
         })
@@ -186,20 +208,24 @@ impl Stage {
         Err(Error::CheckFailed(format!("the texts were not done after {MOST_ROUNDS} rounds")))
     }
 
+    fn room(&self) -> Room<'_> {
+        Room { pool: &self.pool, stream: &self.stream, device: &self.device, scale: self.scale }
+    }
+
+    /// Brings the books up to date.
+    fn read_log(&mut self) {
+        let log = self.device.take_log();
+        self.witness.read(&log);
+        self.books.read(&log, &|_, _| None);
+    }
+
     fn bench(&self) -> Bench<'_> {
-        Bench {
-            pool: &self.pool,
-            kernels: &self.kernels,
-            stream: &self.stream,
-            device: &self.device,
-            scope: None,
-            owner: None,
-        }
+        Bench { room: self.room(), kernels: &self.kernels, scope: None, owner: None }
     }
 
     fn arrive(&mut self, setting: &Setting, id: u64, script: Script, account: &mut Account<'_>) -> Result<()> {
         let length = script.prompt.len();
-        let text = Sequence::new(&self.pool, &self.stream, &self.device, id, script, setting.seed)?;
+        let text = Sequence::new(self.room(), id, script, setting.seed)?;
         account.arrives(id, length, text.kv.capacity, text.kv.slice.bytes(), text.prompt_bytes())?;
         self.texts.push(text);
         self.blows(account)
@@ -302,7 +328,7 @@ impl Stage {
         let start = Instant::now();
         let outcome = self.cache.run(&request, work)?;
         let took = start.elapsed();
-        self.witness.read(&self.device.take_log());
+        self.read_log();
         if let Some(seen) = self.witness.end_step() {
             agree(number, &outcome, &seen)?;
             account.step(number, &outcome, &seen, took)?;
@@ -312,7 +338,7 @@ impl Stage {
 
     /// Reads the log between steps.
     fn blows(&mut self, account: &mut Account<'_>) -> Result<()> {
-        self.witness.read(&self.device.take_log());
+        self.read_log();
         account.blows(self.witness.blows(), None)
     }
 
@@ -330,12 +356,10 @@ impl Stage {
     }
 
     /// Everything goes; what the witness saw stays.
-    fn curtain(mut self) -> Findings {
-        self.witness.read(&self.device.take_log());
+    fn curtain(mut self) -> (Findings, Ledger) {
+        self.read_log();
         let _ = self.witness.end_step();
-        let findings = self.witness.findings().clone();
-        self.device.set_logging(false);
-        findings
+        (self.witness.findings().clone(), std::mem::take(&mut self.books))
     }
 }
 

@@ -15,8 +15,7 @@ use evergraph_kernels::ops::{
 };
 use evergraph_kernels::quant::QuantType;
 use evergraph_pool::driver::Faulty;
-use evergraph_pool::driver::host::HostDevice;
-use evergraph_pool::{DeviceSlice, Pool, Stream};
+use evergraph_pool::{DeviceSlice, Element, Pool, PoolError, Purpose, Stream};
 
 use super::model::{
     EPS, EXPERT_WIDTH, EXPERTS, EXPERTS_USED, HEAD_WIDTH, HEADS, KV_HEADS, Layer, Model, ROPE_BASE, VOCABULARY, WIDTH,
@@ -28,13 +27,46 @@ use crate::error::Result;
 /// Largest capacity, in tokens, that one fused attention kernel serves.
 pub(super) const FUSED_UP_TO: usize = 64;
 
+/// What pools round sizes up to.
+const BLOCK_BYTES: usize = 512;
+
+/// Where memory comes from.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Room<'a> {
+    pub(super) pool: &'a Pool,
+    pub(super) stream: &'a Stream,
+    pub(super) device: &'a Faulty,
+    /// Every slice is that many times as long as what lies in it, so that the story is the same on a card whose pages
+    /// are that much larger.
+    pub(super) scale: usize,
+}
+
+impl Room<'_> {
+    /// Elements that `len` of them take with the room behind them. Pools hand out whole blocks of 512 bytes, so these are
+    /// what is scaled: the slices then lie in their pages as they would in small ones.
+    fn padded<T: Element>(&self, len: usize) -> usize {
+        match self.scale {
+            1 => len,
+            scale => (len * size_of::<T>()).next_multiple_of(BLOCK_BYTES) * scale / size_of::<T>(),
+        }
+    }
+
+    pub(super) fn alloc<T: Element>(&self, len: usize, purpose: Purpose) -> Result<DeviceSlice<T>, PoolError> {
+        self.pool.alloc_for(self.padded::<T>(len), purpose, self.stream)
+    }
+
+    pub(super) fn upload<T: Element>(&self, data: &[T], purpose: Purpose) -> Result<DeviceSlice<T>, PoolError> {
+        let slice = self.alloc(data.len(), purpose)?;
+        self.stream.upload(data, &slice)?;
+        Ok(slice)
+    }
+}
+
 /// Where ops run and take their scratch from.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Bench<'a> {
-    pub(super) pool: &'a Pool,
+    pub(super) room: Room<'a>,
     pub(super) kernels: &'a Kernels,
-    pub(super) stream: &'a Stream,
-    pub(super) device: &'a Faulty<HostDevice>,
     /// The run of the graph cache that this is part of, if any: its scratch becomes the graph's.
     pub(super) scope: Option<&'a Scope<'a>>,
     /// Who the scratch is for, as the witness knows it; none where graphs share it by design.
@@ -51,15 +83,16 @@ impl Bench<'_> {
     fn scratch(&self, name: &str, ty: QuantType, shape: &[usize]) -> Result<Temporary> {
         // Four bytes an element, float or integer.
         let len = shape.iter().product();
+        let room = self.room;
         let slice = match self.scope {
-            Some(scope) => scope.alloc::<f32>(len)?,
-            None => self.pool.alloc::<f32>(len, self.stream)?,
+            Some(scope) => scope.alloc::<f32>(room.padded::<f32>(len))?,
+            None => room.alloc::<f32>(len, Purpose::Scratch)?,
         };
         match self.owner {
-            Some(owner) => taken(self.device, &slice, owner),
-            None => self.device.mark(SHARE, &[("ptr", slice.ptr().0), ("bytes", slice.bytes() as u64)]),
+            Some(owner) => taken(room.device, &slice, owner),
+            None => room.device.mark(SHARE, &[("ptr", slice.ptr().0), ("bytes", slice.bytes() as u64)]),
         }
-        Ok(Temporary { view: TensorView::new(&root(name, &slice, self.pool), ty, shape)?, _slice: slice })
+        Ok(Temporary { view: TensorView::new(&root(name, &slice, room.pool), ty, shape)?, _slice: slice })
     }
 
     fn floats(&self, name: &str, shape: &[usize]) -> Result<Temporary> {
@@ -67,12 +100,12 @@ impl Bench<'_> {
     }
 
     fn launch(&self, plan: &Plan) -> Result<()> {
-        Ok(plan.launch(self.kernels, self.stream.handle())?)
+        Ok(plan.launch(self.kernels, self.room.stream.handle())?)
     }
 }
 
 /// Tells the witness who has a slice from now on.
-pub(super) fn taken<T: evergraph_pool::Element>(device: &Faulty<HostDevice>, slice: &DeviceSlice<T>, owner: u64) {
+pub(super) fn taken<T: Element>(device: &Faulty, slice: &DeviceSlice<T>, owner: u64) {
     device.mark(TAKE, &[("ptr", slice.ptr().0), ("bytes", slice.bytes() as u64), ("owner", owner)]);
 }
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use evergraph_kernels::ops::{Root, TensorView};
 use evergraph_pool::driver::DevicePtr;
-use evergraph_pool::{DeviceSlice, Purpose, RegisteredHost, Tracked, Use};
+use evergraph_pool::{DeviceSlice, Purpose, RegisteredHost, Staging, Tracked, Use};
 
 use crate::engine::Runtime;
 use crate::error::{Error, Result};
@@ -30,6 +30,20 @@ enum Store {
     Uploaded(Vec<DeviceSlice<u8>>),
 }
 
+/// Copies every tensor to the device.
+fn upload(file: &Gguf, runtime: &Runtime) -> Result<Vec<DeviceSlice<u8>>> {
+    let mut staging = Staging::new(runtime.stream())?;
+    let mut slices = Vec::with_capacity(file.tensors().len());
+    for tensor in file.tensors() {
+        let data = file.data(tensor);
+        let slice = runtime.pool().alloc_for(data.len(), Purpose::Weight, runtime.stream())?;
+        staging.upload(data, &slice)?;
+        slices.push(slice);
+    }
+    staging.finish()?;
+    Ok(slices)
+}
+
 impl Weights {
     /// Makes the weights of a file readable for a device.
     ///
@@ -41,8 +55,7 @@ impl Weights {
             let bytes: Arc<dyn evergraph_pool::HostMemory> = Arc::clone(file.bytes()) as _;
             Store::Mapped(runtime.pool().register_host(bytes)?)
         } else {
-            let upload = |tensor| runtime.pool().upload(file.data(tensor), Purpose::Weight, runtime.stream());
-            Store::Uploaded(file.tensors().iter().map(upload).collect::<Result<_, _>>()?)
+            Store::Uploaded(upload(&file, runtime)?)
         };
         Ok(Self { file, device, store })
     }

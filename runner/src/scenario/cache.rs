@@ -203,10 +203,7 @@ fn two_streams(story: &mut Story) -> Told {
     story.check("both are launched", (Ran::Replayed, Ran::Replayed), outcomes);
     story.say("the second one's stream is waited for; the first one's work still lies in its queue");
     other.synchronize()?;
-    let in_flight = match stage.driver.as_host() {
-        Some(host) => host.step(stage.stream.handle())?,
-        None => !stage.stream.is_idle()?,
-    };
+    let in_flight = stage.in_flight(&stage.stream)?;
     story.holds("the first was still in flight", in_flight);
     drop(gate);
     stage.stream.synchronize()?;

@@ -63,7 +63,7 @@ fn launched(story: &mut Story) -> Told {
     story.holds("the launch itself goes through", driver.launch(raw, stream).is_ok());
     let waited = driver.stream_synchronize(stream);
     // A host device names the op; hardware knows only what happened.
-    let named = if story.hardware() { "CUDA_ERROR_ILLEGAL_ADDRESS" } else { "probe_add" };
+    let named = if story.device().backend() == "cuda" { "CUDA_ERROR_ILLEGAL_ADDRESS" } else { "probe_add" };
     story.refused("the wait reports the fault", named, &waited);
     story.holds("the fault sticks: the context is lost", driver.fault().is_some() && driver.mem_info().is_err());
     story.holds("with it every graph, this cache's too", cached(&own).is_err());

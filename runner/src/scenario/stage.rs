@@ -39,6 +39,8 @@ pub(super) struct Stage {
     pub(super) driver: Arc<Faulty>,
     ledger: Mutex<Ledger>,
     page: usize,
+    /// A real device: its streams run by themselves, and what is live on it only the log can tell.
+    hardware: bool,
 }
 
 /// The host device that stories play on.
@@ -86,7 +88,16 @@ impl Stage {
         let stream = Stream::new(&dynamic)?;
         let pool = Pool::new(dynamic, pool)?;
         let cache = GraphCache::new(cache);
-        Ok(Self { cache, pool, stream, probe, driver, ledger: Mutex::default(), page: story.page() })
+        Ok(Self {
+            cache,
+            pool,
+            stream,
+            probe,
+            driver,
+            ledger: Mutex::default(),
+            page: story.page(),
+            hardware: story.hardware(),
+        })
     }
 
     /// Bytes of a page: what a chunk and the smallest slab hold.
@@ -101,20 +112,24 @@ impl Stage {
 
     /// What is live on the device: by its own account, or where it has none by the log of the calls made here.
     pub(super) fn live(&self) -> Live {
-        let seen = self.account_live();
-        self.driver.as_host().map_or(seen, HostDevice::live)
+        self.account();
+        let seen = self.ledger.lock().live();
+        self.driver.as_host().filter(|_| !self.hardware).map_or(seen, HostDevice::live)
     }
 
-    fn account_live(&self) -> Live {
-        self.account();
-        self.ledger.lock().live()
+    /// Whether work on a stream is still on its way, after another stream was waited for.
+    pub(super) fn in_flight(&self, stream: &Stream) -> Result<bool, PoolError> {
+        match self.driver.as_host().filter(|_| !self.hardware) {
+            Some(host) => Ok(host.step(stream.handle())?),
+            None => Ok(!stream.is_idle()?),
+        }
     }
 
     /// Holds back what is queued on a stream from here on. On a host device nothing runs before it is waited for.
     pub(super) fn hold(&self, stream: &Stream) -> Result<Gate, PoolError> {
         let open = Arc::new(AtomicBool::new(false));
-        let gate = Gate(Arc::clone(&open));
-        if self.driver.as_host().is_none() {
+        let gate = Gate { open: Arc::clone(&open), real: self.hardware };
+        if self.hardware {
             self.driver.bind()?;
             let wait = move || {
                 let since = Instant::now();
@@ -262,7 +277,8 @@ impl Stage {
     /// Its parts but for the driver, to be dropped in an order of choice, and what tells what is left then.
     pub(super) fn into_parts(self) -> (GraphCache, Pool, Stream, Arc<Probe>, Rest) {
         self.account();
-        (self.cache, self.pool, self.stream, self.probe, Rest { driver: self.driver, ledger: self.ledger.into_inner() })
+        let (driver, ledger, hardware) = (self.driver, self.ledger.into_inner(), self.hardware);
+        (self.cache, self.pool, self.stream, self.probe, Rest { driver, ledger, hardware })
     }
 
     /// The usual graph of these stories: `out = 4 input + 3 k`, by way of scratch.
@@ -294,17 +310,17 @@ impl Stage {
 
 /// Work that is held back until this is opened or dropped.
 #[derive(Debug)]
-pub(super) struct Gate(Arc<AtomicBool>);
+pub(super) struct Gate {
+    open: Arc<AtomicBool>,
+    real: bool,
+}
 
 impl Gate {
     /// Opens once the other streams had a fair chance to run what does not wait for the held one.
     pub(super) fn open_behind(self, others: &[&Stream]) -> Result<(), PoolError> {
         let since = Instant::now();
         for other in others {
-            while other.driver().as_host().is_none()
-                && !other.is_idle()?
-                && since.elapsed() < Duration::from_millis(100)
-            {
+            while self.real && !other.is_idle()? && since.elapsed() < Duration::from_millis(100) {
                 std::thread::yield_now();
             }
         }
@@ -314,7 +330,7 @@ impl Gate {
 
 impl Drop for Gate {
     fn drop(&mut self) {
-        self.0.store(true, Ordering::Release);
+        self.open.store(true, Ordering::Release);
     }
 }
 
@@ -323,6 +339,7 @@ impl Drop for Gate {
 pub(super) struct Rest {
     pub(super) driver: Arc<Faulty>,
     ledger: Ledger,
+    hardware: bool,
 }
 
 impl Rest {
@@ -330,7 +347,7 @@ impl Rest {
     pub(super) fn live(&mut self) -> Live {
         self.ledger.read(&self.driver.take_log(), &|_, _| None);
         let seen = self.ledger.live();
-        self.driver.as_host().map_or(seen, HostDevice::live)
+        self.driver.as_host().filter(|_| !self.hardware).map_or(seen, HostDevice::live)
     }
 }
 

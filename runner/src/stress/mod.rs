@@ -1,10 +1,10 @@
 //! Stress: random steps against a plain model of what must be true.
 //!
 //! Workers take and drop memory, use it across streams, capture and replay graphs, make room, move limits,
-//! cancel, panic, and make driver calls fail, on a small host device. Beside them stand two accounts which ask
-//! neither the pool nor the cache: the *model* knows what each slice must hold and what an eager run of each
-//! closure gives with the current inputs; the *ledger* reads the driver's log and knows which bytes are backed,
-//! whose they are, and what each graph was captured with.
+//! cancel, panic, and make driver calls fail, on a small device, or in a small part of a large one. Beside them
+//! stand two accounts which ask neither the pool nor the cache: the *model* knows what each slice must hold and
+//! what an eager run of each closure gives with the current inputs; the *ledger* reads the driver's log and knows
+//! which bytes are backed, whose they are, and what each graph was captured with.
 //!
 //! With one thread the streams are stepped and everything follows from the seed. The steps are decoded from
 //! bytes ([`Op`]), so that a fuzzer can drive the same machine through [`run_ops`].
@@ -24,14 +24,15 @@ use std::time::{Duration, Instant};
 
 use evergraph_graphcache::{CacheConfig, CostTable, GraphCache};
 use evergraph_kernels::probe::Probe;
-use evergraph_pool::driver::host::{HostConfig, HostDevice, Live};
-use evergraph_pool::driver::{DynDriver, Faulty};
+use evergraph_pool::driver::host::{HostConfig, Live};
+use evergraph_pool::driver::{Driver, DynDriver, Faulty};
 use evergraph_pool::{Pool, PoolConfig, PoolError, PoolMode};
 use parking_lot::Mutex;
 use serde::Serialize;
 
 pub use ops::{Op, Seeded};
 
+use crate::device::Device;
 use ledger::{Ledger, Seen};
 use tally::Tally;
 use world::{Shared, World, Wrong};
@@ -40,6 +41,8 @@ use world::{Shared, World, Wrong};
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Options {
+    /// The device.
+    pub device: Device,
     /// The pool's mode.
     pub mode: PoolMode,
     /// Steps in all.
@@ -55,10 +58,17 @@ pub struct Options {
 }
 
 impl Options {
-    /// 20 000 steps of one worker with failures, seed 1.
+    /// 20 000 steps of one worker with failures, seed 1, on a host device.
     #[must_use]
     pub fn new(mode: PoolMode) -> Self {
-        Self { mode, steps: 20_000, threads: 1, faults: true, longest: None, seed: 1 }
+        Self { device: Device::host(), mode, steps: 20_000, threads: 1, faults: true, longest: None, seed: 1 }
+    }
+
+    /// Sets the device.
+    #[must_use]
+    pub fn device(mut self, device: Device) -> Self {
+        self.device = device;
+        self
     }
 
     /// Sets the steps.
@@ -217,6 +227,9 @@ pub fn run_ops(bytes: &[u8]) {
 
 const MEMORY_BYTES: usize = 8 << 20;
 const PAGE_BYTES: usize = 64 << 10;
+/// How much larger memory and what is asked of it are on hardware, whose pages are 32 times as large: enough that a slice
+/// can have several, little enough that copies do not take all the time.
+const HARDWARE_SCALE: usize = 8;
 /// Steps between two looks at the books.
 const ROUND: u64 = 128;
 
@@ -250,17 +263,23 @@ impl Found {
 }
 
 fn shared(options: &Options) -> Result<Shared, PoolError> {
-    let memory_bytes = MEMORY_BYTES * options.threads.max(1);
-    let device = HostConfig::default()
+    let hardware = !options.device.is_host();
+    let scale = if hardware { HARDWARE_SCALE } else { 1 };
+    let memory_bytes = MEMORY_BYTES * scale * options.threads.max(1);
+    let chunk_bytes = options.device.page_bytes(PAGE_BYTES)?;
+    let host = HostConfig::default()
         .memory(memory_bytes)
         .granularity(PAGE_BYTES)
         .stepped(options.threads <= 1)
         .exec_bytes_per_node(256);
-    let driver = Faulty::new(HostDevice::new(device)?);
+    let driver = Faulty::new(options.device.driver(host)?);
     driver.set_logging(true);
     let dynamic: DynDriver = driver.clone();
     let probe = Probe::load(dynamic.clone())?;
-    let pool = Pool::new(dynamic, PoolConfig::new(options.mode).chunk(PAGE_BYTES).smallest_slab(PAGE_BYTES).slots(48))?;
+    let mut pool = PoolConfig::new(options.mode).chunk(chunk_bytes).smallest_slab(PAGE_BYTES * scale).slots(48);
+    let most_bytes = hardware.then_some(memory_bytes);
+    pool.limit_bytes = most_bytes;
+    let pool = Pool::new(dynamic, pool)?;
     let mut config = CacheConfig::default().max_entries(8 * options.threads.max(1));
     // Repairs are chosen by price. Fixed prices: with measured ones a seed would not say what happens.
     config.costs = CostTable::h200().flat_remap(0.05);
@@ -275,6 +294,8 @@ fn shared(options: &Options) -> Result<Shared, PoolError> {
         serials: AtomicU64::new(1),
         disturbed: AtomicU64::new(0),
         memory_bytes,
+        most_bytes,
+        scale,
         faults: options.faults,
         crowd: options.threads > 1,
     })
@@ -389,7 +410,8 @@ fn on_a_thread(shared: &Shared, world: &mut World, op: Op) -> Result<(), Wrong> 
 /// Drops what is shared, in an order that the seed decides, and closes the books.
 fn leave(shared: Arc<Shared>, seed: u64) -> (Seen, Option<String>, Vec<(&'static str, i64)>) {
     shared.account();
-    let Ok(Shared { cache, pool, probe, driver, ledger, .. }) = Arc::try_unwrap(shared).map_err(drop) else {
+    let Ok(Shared { cache, pool, probe, driver, ledger, most_bytes, .. }) = Arc::try_unwrap(shared).map_err(drop)
+    else {
         return (Seen::default(), Some("a worker still holds the world".to_owned()), Vec::new());
     };
     if seed.is_multiple_of(2) {
@@ -404,7 +426,7 @@ fn leave(shared: Arc<Shared>, seed: u64) -> (Seen, Option<String>, Vec<(&'static
     drop(probe);
     ledger.read(&driver.take_log(), &|_, _| None);
     let mut leaks = ledger.leaks();
-    let live = driver.inner().live();
+    let live = driver.as_host().filter(|_| most_bytes.is_none()).map_or_else(|| ledger.live(), |host| host.live());
     if live != Live::default() && leaks.is_empty() {
         leaks.push(("objects of the device that its log does not show", 1));
     }
@@ -446,7 +468,7 @@ fn report(options: &Options, found: &Found, tally: &Tally, seen: Seen, leaks: u6
         first_divergence: found.first.lock().clone(),
         seed: options.seed,
         pool: options.mode.to_string(),
-        device: "host",
+        device: options.device.backend(),
     }
 }
 
@@ -481,13 +503,15 @@ fn expected(options: &Options) -> impl Iterator<Item = &'static str> {
         "panic",
         "quiet_replay",
     ];
-    const STEPPED: &[&str] = &["step", "quiet"];
+    const ALONE: &[&str] = &["quiet"];
+    const STEPPED: &[&str] = &["step"];
     const VMM: &[&str] = &["remap"];
     const FAULTS: &[&str] = &["fail_nth", "injected"];
     let when = |yes: bool, names: &'static [&'static str]| if yes { names } else { &[] };
     ALWAYS
         .iter()
-        .chain(when(options.threads <= 1, STEPPED))
+        .chain(when(options.threads <= 1, ALONE))
+        .chain(when(options.threads <= 1 && options.device.is_host(), STEPPED))
         .chain(when(options.mode == PoolMode::Vmm, VMM))
         .chain(when(options.faults, FAULTS))
         .copied()

@@ -5,7 +5,6 @@ use std::cell::Cell;
 use evergraph_graphcache::{CacheError, Scope};
 use evergraph_kernels::probe::{Probe, Words};
 use evergraph_pool::driver::Faulty;
-use evergraph_pool::driver::host::HostDevice;
 use evergraph_pool::{AllocationId, DeviceSlice, Use};
 
 use super::ledger::mark;
@@ -97,7 +96,7 @@ impl Shape {
 
 /// One run of a recipe's closure.
 pub(super) struct Work<'a> {
-    pub(super) driver: &'a Faulty<HostDevice>,
+    pub(super) driver: &'a Faulty,
     pub(super) probe: &'a Probe,
     pub(super) shape: Shape,
     pub(super) a: &'a Slice,
@@ -112,7 +111,7 @@ pub(super) struct Work<'a> {
 
 /// Scratch that the ledger knows of while the closure has it.
 struct Lent<'a> {
-    driver: &'a Faulty<HostDevice>,
+    driver: &'a Faulty,
     slice: Slice,
     serial: u64,
 }

@@ -8,7 +8,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use evergraph_graphcache::{CacheError, GraphCache, GraphKey, Ran, Request};
 use evergraph_kernels::probe::{Probe, Words};
 use evergraph_pool::driver::faulty::CALLS;
-use evergraph_pool::driver::host::HostDevice;
 use evergraph_pool::driver::{Driver, DynDriver, Faulty, Streams};
 use evergraph_pool::{Arena, Pool, PoolError, Purpose, ScratchPolicy, Stream};
 use parking_lot::Mutex;
@@ -37,12 +36,16 @@ pub(super) struct Shared {
     pub(super) cache: GraphCache,
     pub(super) pool: Pool,
     pub(super) probe: Probe,
-    pub(super) driver: Arc<Faulty<HostDevice>>,
+    pub(super) driver: Arc<Faulty>,
     pub(super) ledger: Mutex<Ledger>,
     pub(super) serials: AtomicU64,
     /// Moves with everything that may cost an innocent graph its memory.
     pub(super) disturbed: AtomicU64,
     pub(super) memory_bytes: usize,
+    /// The limit that holds when no other does; a host device is small by itself.
+    pub(super) most_bytes: Option<usize>,
+    /// How much larger slices and scratch are than on a host device.
+    pub(super) scale: usize,
     pub(super) faults: bool,
     /// Whether there are several workers: then nobody can tell whether a graph was left alone between two of its runs.
     pub(super) crowd: bool,
@@ -149,7 +152,7 @@ impl World {
                 shape: Shape {
                     k: n as u32 + 1,
                     parts: n as u8 % 3,
-                    words: if n % 5 == 1 { 48 << 10 } else { 1 << 10 },
+                    words: if n % 5 == 1 { 48 << 10 } else { 1 << 10 } * shared.scale,
                     adds: n % 3 == 2,
                     counts: n % 4 == 1,
                     scratch,
@@ -208,7 +211,8 @@ impl World {
             Op::Limit { sixteenths } => {
                 shared.disturb();
                 let sixteenths = usize::from(sixteenths) % 17;
-                shared.pool.set_limit((sixteenths > 6).then(|| shared.memory_bytes / 16 * sixteenths));
+                let limit = (sixteenths > 6).then(|| shared.memory_bytes / 16 * sixteenths);
+                shared.pool.set_limit(limit.or(shared.most_bytes));
                 Ok(())
             }
             Op::Fail { call, nth } => {
@@ -230,9 +234,11 @@ impl World {
             }
             Op::Step { stream, pieces } => {
                 let stream = &self.streams[usize::from(stream) % STREAMS];
+                // Hardware runs what it likes when it likes.
+                let Some(host) = shared.driver.as_host().filter(|_| shared.most_bytes.is_none()) else { return Ok(()) };
                 for _ in 0..=pieces % 8 {
                     let _ = shared.driver.bind();
-                    if !matches!(shared.driver.inner().step(stream.handle()), Ok(true)) {
+                    if !matches!(host.step(stream.handle()), Ok(true)) {
                         break;
                     }
                 }
@@ -284,7 +290,7 @@ impl World {
             8..=159 => usize::from(size - 7) * 24,
             160..=239 => usize::from(size - 159) * 512,
             _ => usize::from(size - 239) * (16 << 10),
-        };
+        } * shared.scale;
         if let Some(old) = self.slots[slot].take() {
             disown(shared, &old);
         }
