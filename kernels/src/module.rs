@@ -131,6 +131,11 @@ impl Kernels {
         self.compiled
     }
 
+    /// Every kernel, by name.
+    pub fn functions(&self) -> impl Iterator<Item = (&str, FunctionHandle)> {
+        self.functions.iter().map(|(name, function)| (name.as_str(), *function))
+    }
+
     /// A kernel by name.
     ///
     /// # Errors

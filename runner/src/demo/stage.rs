@@ -151,6 +151,8 @@ impl Stage {
         let kernels = Kernels::load(driver)?;
         let room = Room { pool: &pool, stream: &stream, device: &device, scale: setting.scale };
         let model = Model::generate(setting.seed, room)?;
+        let layout = |function| Some((function, pool.driver().param_layout(function).ok()??));
+        let witness = Witness::of(kernels.functions().filter_map(|(_, function)| layout(function)));
         // Prices of a made-up card, whatever this machine is busy with: the story is the same each time, and has every kind
         // of repair in it. (On this device itself captures are so cheap that pages are put back only where nothing is free.)
         let mut costs = CostTable::h200();
@@ -174,7 +176,7 @@ impl Stage {
             pool,
             stream,
             device,
-            witness: Witness::default(),
+            witness,
             books: Ledger::default(),
             scale: setting.scale,
             steps: 0,

@@ -5,8 +5,9 @@
 //! the others stale, how each was made good again, and whether any was ever launched while it was not.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::Arc;
 
-use evergraph_pool::driver::Call;
+use evergraph_pool::driver::{Call, FunctionHandle, ParamLayout};
 
 /// The line that the demo puts into the log before it asks the graph cache for a step. `key` names the step; `moved` is
 /// 1 if it is meant for other memory than the last time.
@@ -154,6 +155,8 @@ struct Step {
 #[derive(Debug, Default)]
 pub(super) struct Witness {
     findings: Findings,
+    /// Where in the arguments of a kernel, by its handle, words of 8 bytes lie.
+    layouts: HashMap<u64, Vec<usize>>,
     next_id: u64,
     mallocs: BTreeMap<u64, (u64, u64)>,
     reservations: BTreeMap<u64, u64>,
@@ -178,6 +181,15 @@ fn holding<V>(map: &BTreeMap<u64, V>, address: u64, bytes: impl Fn(&V) -> u64) -
 }
 
 impl Witness {
+    /// With what the driver tells of the kernels' parameters: two numbers side by side look like an address.
+    pub(super) fn of(layouts: impl Iterator<Item = (FunctionHandle, Arc<ParamLayout>)>) -> Self {
+        let words = |layout: &ParamLayout| {
+            layout.params.iter().filter(|param| param.bytes == 8).map(|param| param.offset as usize).collect()
+        };
+        let layouts = layouts.map(|(function, layout)| (function.0, words(&layout))).collect();
+        Self { layouts, ..Self::default() }
+    }
+
     /// Reads on.
     pub(super) fn read(&mut self, log: &[Call]) {
         for call in log {
@@ -254,7 +266,13 @@ impl Witness {
             "begin_capture" => {
                 self.capturing.insert(arg("stream"), HashSet::new());
             }
-            "launch_kernel" => self.bake(arg("stream"), &words(&call.payload)),
+            "launch_kernel" => {
+                let words = match self.layouts.get(&arg("function")) {
+                    Some(offsets) => offsets.iter().filter_map(|&offset| word(&call.payload, offset)).collect(),
+                    None => words(&call.payload),
+                };
+                self.bake(arg("stream"), &words);
+            }
             "memcpy_dtod" => self.bake(arg("stream"), &[arg("dst"), arg("src")]),
             "memcpy_htod" | "memset_d8" | "memset_d32" => self.bake(arg("stream"), &[arg("dst")]),
             "memcpy_dtoh" => self.bake(arg("stream"), &[arg("src")]),
@@ -454,7 +472,12 @@ impl Witness {
 
 /// Every aligned 8-byte word of packed arguments.
 fn words(payload: &[u8]) -> Vec<u64> {
-    payload.chunks_exact(8).map(|c| u64::from_ne_bytes([c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7]])).collect()
+    (0..payload.len() / 8).filter_map(|index| word(payload, index * 8)).collect()
+}
+
+fn word(payload: &[u8], offset: usize) -> Option<u64> {
+    let bytes = payload.get(offset..)?.first_chunk()?;
+    Some(u64::from_ne_bytes(*bytes))
 }
 
 #[cfg(test)]

@@ -258,9 +258,9 @@ fn other_threads(story: &mut Story) -> Told {
                     result.map_err(|e| e.to_string())
                 });
                 let ran = stage.run(&key, ScratchPolicy::Pin, |scope| {
-                    if scope.capturing() {
+                    // A window that misses memory is captured once more; the other thread comes once.
+                    if scope.capturing() && !met.replace(true) {
                         // In the middle of the window the other thread makes its call.
-                        met.set(true);
                         enter.wait();
                         leave.wait();
                     }
@@ -527,6 +527,8 @@ fn frees_go_on(story: &mut Story) -> Told {
             stage.step(scope, &input, 1, &out)
         })?;
     }
-    story.check("freed memory reused at once, and the retry served", vec![(true, true)], seen);
+    // A window that misses memory is captured once more.
+    let well = !seen.is_empty() && seen.iter().all(|seen| *seen == (true, true));
+    story.holds("freed memory reused at once, and the retry served", well);
     Ok(())
 }

@@ -93,6 +93,28 @@ fn a_page_that_nobody_may_touch_is_not_there() {
     assert_eq!(witness.findings().bad_launches, 1);
 }
 
+/// Two 32-bit numbers in a row were once taken for an address in a reserved range that nothing was mapped to.
+#[test]
+fn numbers_side_by_side_are_no_address() {
+    const FUNCTION: u64 = 9;
+    let launched = |witness: &mut Witness| {
+        witness.read(&[call("address_reserve", &[("bytes", 1 << 40)], 0x80_0000_0000)]);
+        let mut one = captured(&[0x80_0000_0100]);
+        one.iter_mut().filter(|call| call.name == "launch_kernel").for_each(|call| {
+            call.args.push(("function", FUNCTION));
+        });
+        witness.read(&one);
+        witness.end_step();
+        witness.read(&[step(), launch()]);
+        witness.findings().bad_launches
+    };
+    let layout = |params: &[(u32, u32)]| Arc::new(ParamLayout::c_layout(params));
+    let told = |params| Witness::of(std::iter::once((FunctionHandle(FUNCTION), layout(params))));
+    assert_eq!(launched(&mut told(&[(4, 4), (4, 4)])), 0);
+    assert_eq!(launched(&mut told(&[(8, 8)])), 2, "an address is one");
+    assert_eq!(launched(&mut Witness::default()), 2, "without a layout every word counts");
+}
+
 #[test]
 fn the_same_address_from_another_malloc_is_not_the_same_memory() {
     let mut witness = Witness::default();
