@@ -81,7 +81,8 @@ pub(super) fn cases() -> Vec<Case> {
             list.push(sample(format!("{name}, ties, draw {counter}"), state, coarse, 5000));
         }
     }
-    let odd: [(&str, fn(Vec<f32>) -> Vec<f32>); 5] = [
+    type Change = fn(Vec<f32>) -> Vec<f32>;
+    let odd: [(&str, Change); 5] = [
         ("NaN", |x| vec![f32::NAN; x.len()]),
         ("minus infinity", |x| vec![f32::NEG_INFINITY; x.len()]),
         ("infinity", |x| vec![f32::INFINITY; x.len()]),

@@ -1,3 +1,5 @@
+#![allow(clippy::unwrap_used)]
+
 use std::collections::BTreeSet;
 
 use evergraph_pool::driver::host::{HostConfig, HostDevice};

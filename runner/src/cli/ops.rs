@@ -56,11 +56,7 @@ pub(super) fn run(flags: &Flags, out: &mut Output) -> Result<()> {
     if chosen.is_empty() {
         let mut names: Vec<&str> = cases().iter().map(Case::op).collect();
         names.dedup();
-        return Err(Error::argument(
-            "--op",
-            &format!("one of {}", names.join(", ")),
-            flags.op.as_deref().unwrap_or(""),
-        ));
+        return Err(Error::argument("--op", format!("one of {}", names.join(", ")), flags.op.as_deref().unwrap_or("")));
     }
     let device = choose(flags.device.as_deref())?;
     let host = || -> Result<DynDriver> { Ok(HostDevice::new(HostConfig::default())?) };
