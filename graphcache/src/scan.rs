@@ -100,13 +100,17 @@ struct Words {
 impl Words {
     /// Offsets of words that may be pointers.
     fn new(layout: Option<&Arc<ParamLayout>>, bytes: usize) -> Self {
-        // By layout: parameters of 8 bytes, and every word of longer ones (structs by value). Packed, as every
-        // aligned word: a driver's layout may be absent, and a false hit costs a look-up.
+        // By layout: parameters of 8 bytes, and every word of longer ones (structs by value). Two numbers side by side
+        // are none. Without a layout, every aligned word: a false hit costs a look-up, or pins what is not needed.
         let mut offsets: SmallVec<[u32; 16]> = SmallVec::new();
-        for param in layout.iter().flat_map(|l| &l.params).filter(|p| p.bytes >= 8) {
-            offsets.extend((0..param.bytes / 8).map(|i| param.offset + 8 * i));
+        match layout {
+            Some(layout) => {
+                for param in layout.params.iter().filter(|p| p.bytes >= 8) {
+                    offsets.extend((0..param.bytes / 8).map(|i| param.offset + 8 * i));
+                }
+            }
+            None => offsets.extend((0..bytes as u32 / 8).map(|i| 8 * i)),
         }
-        offsets.extend((0..bytes as u32 / 8).map(|i| 8 * i));
         offsets.sort_unstable();
         offsets.dedup();
         Self { layout: layout.cloned(), bytes, offsets }
@@ -153,8 +157,15 @@ pub(crate) fn scan(
     span: RangeInclusive<u64>,
 ) -> Result<Scan, CacheError> {
     let mut scan = Scan::default();
-    let mut walk = Walk { driver, layouts, span, seen: HandleMap::default(), scan: &mut scan };
-    walk.graph(graph, 0)?;
+    // Taken along, so that no lock is held or taken a node: whoever scans meanwhile works them out again.
+    let mut known = std::mem::take(&mut *layouts.0.lock());
+    let walked = Walk { driver, known: &mut known, span, seen: HandleMap::default(), scan: &mut scan }.graph(graph, 0);
+    let mut kept = layouts.0.lock();
+    if kept.len() < known.len() {
+        *kept = known;
+    }
+    drop(kept);
+    walked?;
     if mutant::is("cache.scan-off") {
         scan.pointers.clear();
         scan.host.clear();
@@ -168,7 +179,7 @@ const MAX_DEPTH: u32 = 16;
 /// A walk that goes on.
 struct Walk<'a> {
     driver: &'a DynDriver,
-    layouts: &'a Layouts,
+    known: &'a mut HandleMap<FunctionHandle, Words>,
     span: RangeInclusive<u64>,
     /// Words that were found before: a decode step names its buffers again and again.
     seen: HandleMap<u64, ()>,
@@ -253,12 +264,11 @@ impl Walk<'_> {
     }
 
     fn arguments(&mut self, function: FunctionHandle, layout: Option<&Arc<ParamLayout>>, bytes: &[u8], node: u32) {
-        let layouts = self.layouts;
-        let mut known = layouts.0.lock();
-        for &offset in &Words::of(&mut known, function, layout, bytes.len()).offsets {
-            let word = bytes.get(offset as usize..offset as usize + 8).and_then(|word| word.try_into().ok());
-            if let Some(word) = word {
-                self.word(u64::from_ne_bytes(word), node, What::Kernel);
+        for &offset in &Words::of(self.known, function, layout, bytes.len()).offsets {
+            let Some(word) = bytes.get(offset as usize..).and_then(|bytes| bytes.first_chunk()) else { continue };
+            let address = u64::from_ne_bytes(*word);
+            if self.span.contains(&address) && self.seen.insert(address, ()).is_none() {
+                self.scan.pointers.push(Found { address, node, what: What::Kernel });
             }
         }
     }

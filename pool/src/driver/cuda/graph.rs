@@ -57,11 +57,19 @@ fn side(memory: sys::CUmemorytype, host: u64, device: u64, offset: usize) -> Opt
 }
 
 impl CudaDevice {
-    fn kernel_node(&self, call: &'static str, node: sys::CUgraphNode) -> DriverResult<Node> {
+    fn kernel_params(&self, call: &'static str, node: sys::CUgraphNode) -> DriverResult<sys::CUDA_KERNEL_NODE_PARAMS> {
         let mut params = MaybeUninit::<sys::CUDA_KERNEL_NODE_PARAMS>::zeroed();
         cuda!(self, call, cuGraphKernelNodeGetParams_v2(node, params.as_mut_ptr()))?;
         // SAFETY: all zero is a valid value of these plain fields, and the driver filled them.
-        let params = unsafe { params.assume_init() };
+        Ok(unsafe { params.assume_init() })
+    }
+
+    fn kernel_node(
+        &self,
+        call: &'static str,
+        node: sys::CUgraphNode,
+        params: sys::CUDA_KERNEL_NODE_PARAMS,
+    ) -> DriverResult<Node> {
         // Kernels of libraries are known by `kern` where `func` is null.
         let function = if params.func.is_null() { params.kern.cast() } else { params.func };
         let function = FunctionHandle(function.expose_provenance() as u64);
@@ -275,12 +283,16 @@ impl Graphs for CudaDevice {
         const CALL: &str = "node";
         use sys::CUgraphNodeType as Type;
         let node = raw_node(node);
+        // Most nodes are kernels, and nodes of another kind are refused: that saves a call a node.
+        if let Ok(params) = self.kernel_params(CALL, node) {
+            return self.kernel_node(CALL, node, params);
+        }
         // As a number: later drivers have types that this build does not know.
         let mut kind = 0u32;
         cuda!(self, CALL, cuGraphNodeGetType(node, (&raw mut kind).cast()))?;
         let is = |known: Type| kind == known as u32;
         if is(Type::CU_GRAPH_NODE_TYPE_KERNEL) {
-            self.kernel_node(CALL, node)
+            self.kernel_node(CALL, node, self.kernel_params(CALL, node)?)
         } else if is(Type::CU_GRAPH_NODE_TYPE_MEMCPY) {
             self.copy_node(CALL, node)
         } else if is(Type::CU_GRAPH_NODE_TYPE_MEMSET) {
