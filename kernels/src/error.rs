@@ -108,6 +108,9 @@ pub enum KernelError {
     /// The loaded module has no such kernel.
     #[error("the kernel module has no function {0}")]
     MissingKernel(&'static str),
+    /// cuBLAS refused a product.
+    #[error("{0}")]
+    Product(String),
     /// The kernels could not be compiled.
     #[error(transparent)]
     Compiler(#[from] crate::cuda::NvrtcError),

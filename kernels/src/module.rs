@@ -2,13 +2,14 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::sync::{Arc, OnceLock};
 
 use evergraph_pool::driver::{
     DeviceInfo, DriverError, DriverErrorKind, DynDriver, FunctionHandle, ModuleHandle, ModuleImage,
 };
 use evergraph_pool::driver::{LaunchConfig, StreamHandle};
 
-use crate::cuda::{self, DiskCache, SOURCES, Source, Target};
+use crate::cuda::{self, Blas, DiskCache, SOURCES, Source, Target};
 use crate::{KernelError, cpu};
 
 /// The kernels of one device, loaded once, unloaded on drop.
@@ -24,6 +25,7 @@ pub struct Kernels {
     modules: Vec<ModuleHandle>,
     functions: HashMap<String, FunctionHandle>,
     compiled: usize,
+    blas: OnceLock<Arc<Blas>>,
     /// What ops choose their launches for, where that is not the driver's device.
     posing_as: Option<DeviceInfo>,
 }
@@ -104,7 +106,14 @@ impl Kernels {
 
     fn empty(driver: DynDriver) -> Result<Self, KernelError> {
         driver.bind()?;
-        Ok(Self { driver, modules: Vec::new(), functions: HashMap::new(), compiled: 0, posing_as: None })
+        Ok(Self {
+            driver,
+            modules: Vec::new(),
+            functions: HashMap::new(),
+            compiled: 0,
+            blas: OnceLock::new(),
+            posing_as: None,
+        })
     }
 
     /// The driver that they were loaded on.
@@ -129,6 +138,18 @@ impl Kernels {
     #[must_use]
     pub fn compiled(&self) -> usize {
         self.compiled
+    }
+
+    /// Lets large dense products on the handle's stream go through cuBLAS from now on. Whoever captures them declares the
+    /// handle's workspace. The first handle stays.
+    pub fn use_blas(&self, blas: Arc<Blas>) {
+        let _ = self.blas.set(blas);
+    }
+
+    /// The handle of large dense products.
+    #[must_use]
+    pub fn blas(&self) -> Option<&Arc<Blas>> {
+        self.blas.get()
     }
 
     /// Every kernel, by name.

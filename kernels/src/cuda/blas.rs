@@ -284,6 +284,12 @@ impl Blas {
         self.version
     }
 
+    /// The stream of its products.
+    #[must_use]
+    pub fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
     /// What every product writes to: declare it as scratch.
     pub fn workspace(&self) -> &DeviceSlice<u8> {
         &self.workspace

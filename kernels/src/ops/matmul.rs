@@ -1,10 +1,11 @@
 //! Matrix product with a weight.
 
-use evergraph_pool::driver::DeviceInfo;
+use evergraph_pool::driver::{DeviceInfo, StreamHandle};
 
 use super::check::Check;
 use super::{Call, Launches, Op, TensorView};
-use crate::KernelError;
+use crate::quant::QuantType;
+use crate::{KernelError, Kernels};
 
 /// `y[t] = W x[t]`.
 ///
@@ -37,6 +38,15 @@ impl MatMul {
     #[must_use]
     pub fn quantized(w: TensorView, q: TensorView, scales: TensorView, y: TensorView) -> Self {
         Self { w, x: q, scales: Some(scales), y }
+    }
+}
+
+impl MatMul {
+    /// Whether the vendor's library does it in a fraction of the time: floats by floats, with much to multiply.
+    fn is_large_and_dense(&self) -> bool {
+        const TOKENS: usize = 16;
+        const WEIGHTS: usize = 1 << 16;
+        self.w.ty() == QuantType::F32 && self.x.dim(0) >= TOKENS && self.w.len() >= WEIGHTS
     }
 }
 
@@ -83,6 +93,13 @@ impl Op for MatMul {
             .stride(&self.y, 0)
             .optional(self.scales.as_ref())
             .optional_stride(self.scales.as_ref(), 0)
+    }
+
+    fn enqueue(&self, kernels: &Kernels, stream: StreamHandle) -> Result<(), KernelError> {
+        match kernels.blas().filter(|blas| blas.stream().handle() == stream && self.is_large_and_dense()) {
+            Some(blas) => crate::cuda::launch::library_product(self, blas),
+            None => super::enqueue(self, kernels, stream),
+        }
     }
 
     fn launches(&self, device: &DeviceInfo) -> Launches {

@@ -96,11 +96,24 @@ pub trait Op: Debug + Send + Sync {
     /// Those of [`check`](Self::check) and the driver's.
     fn launch(&self, kernels: &Kernels, stream: StreamHandle) -> Result<(), KernelError> {
         self.check()?;
-        for launch in self.launches(kernels.device()) {
-            kernels.launch(launch.kernel, &launch.config, launch.args.as_bytes(), stream)?;
-        }
-        Ok(())
+        self.enqueue(kernels, stream)
     }
+
+    /// Launches an op that was checked.
+    ///
+    /// # Errors
+    /// The driver's.
+    fn enqueue(&self, kernels: &Kernels, stream: StreamHandle) -> Result<(), KernelError> {
+        enqueue(self, kernels, stream)
+    }
+}
+
+/// Launches an op's kernels.
+fn enqueue(op: &(impl Op + ?Sized), kernels: &Kernels, stream: StreamHandle) -> Result<(), KernelError> {
+    for launch in op.launches(kernels.device()) {
+        kernels.launch(launch.kernel, &launch.config, launch.args.as_bytes(), stream)?;
+    }
+    Ok(())
 }
 
 /// One kernel launch.

@@ -77,9 +77,7 @@ impl Plan {
     pub fn launch(&self, kernels: &Kernels, stream: StreamHandle) -> Result<(), KernelError> {
         for op in &self.ops {
             tracing::trace!(target: "evergraph::ops", op = op.name(), writes = ?op.writes(), reads = ?op.reads());
-            for launch in op.launches(kernels.device()) {
-                kernels.launch(launch.kernel, &launch.config, launch.args.as_bytes(), stream)?;
-            }
+            op.enqueue(kernels, stream)?;
         }
         Ok(())
     }

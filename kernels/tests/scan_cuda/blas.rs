@@ -4,9 +4,12 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use evergraph_graphcache::{CacheConfig, CacheError, GraphCache, GraphKey, Ran, Request};
+use evergraph_kernels::Kernels;
 use evergraph_kernels::cuda::{Blas, BlasError, BlasType, Product};
-use evergraph_pool::driver::{GraphHandle, Node, NodeArgs};
-use evergraph_pool::{DeviceSlice, Purpose, ScratchPolicy, Use};
+use evergraph_kernels::ops::{MatMul, Op, Root, TensorView};
+use evergraph_kernels::quant::QuantType;
+use evergraph_pool::driver::{CaptureMode, GraphHandle, Node, NodeArgs, NodeHandle};
+use evergraph_pool::{DeviceSlice, Purpose, ScratchPolicy, Stream, Use};
 
 use super::rig::{Rig, ids};
 use super::{Story, Told};
@@ -15,6 +18,7 @@ pub(crate) const STORIES: &[Story] = &[
     ("products_refer_to_their_matrices", products_refer_to_their_matrices),
     ("products_of_half_precision", products_of_half_precision),
     ("a_product_is_right", a_product_is_right),
+    ("a_large_dense_product_of_an_op_is_the_librarys", a_large_dense_product_of_an_op_is_the_librarys),
     ("a_graph_of_products_survives_a_flush", a_graph_of_products_survives_a_flush),
     ("a_forgotten_matrix_is_found", a_forgotten_matrix_is_found),
 ];
@@ -142,6 +146,46 @@ fn a_product_is_right(rig: &Rig) -> Told {
     let refused = Product { w_stride: inputs - 1, ..product };
     // SAFETY: refused before it is looked at.
     assert!(matches!(unsafe { blas.product(&refused, &rig.stream) }, Err(BlasError::Shape { .. })));
+    Ok(())
+}
+
+/// An op over floats takes the library where that is at hand, on its stream, and agrees with the op's own kernels.
+fn a_large_dense_product_of_an_op_is_the_librarys(rig: &Rig) -> Told {
+    let blas = blas(rig)?;
+    let (tokens, outputs, inputs) = (48, 520, 384);
+    let value = |i: usize| ((i * 29 + 3) % 89) as f32 / 44.0 - 1.0;
+    let upload = |n: usize, from: usize| {
+        let data: Vec<f32> = (0..n).map(|i| value(i + from)).collect();
+        rig.pool.upload(&data, Purpose::State, &rig.stream).unwrap()
+    };
+    let (w, x, y) = (upload(outputs * inputs, 0), upload(tokens * inputs, 7), upload(tokens * outputs, 1));
+    let view = |slice: &DeviceSlice<f32>, shape: &[usize]| {
+        let root = Root::new("matrix", slice.ptr(), slice.bytes(), rig.pool.device());
+        TensorView::new(&root, QuantType::F32, shape).unwrap()
+    };
+    let op = MatMul::new(view(&w, &[outputs, inputs]), view(&x, &[tokens, inputs]), view(&y, &[tokens, outputs]));
+    let kernels = Kernels::load(rig.driver.clone()).unwrap();
+    let run = || {
+        op.launch(&kernels, rig.stream.handle()).unwrap();
+        rig.stream.download(&y).unwrap()
+    };
+    let own = run();
+    kernels.use_blas(blas.clone());
+    let library = run();
+    for (own, library) in own.iter().zip(&library) {
+        assert!((own - library).abs() < 1e-3, "{own} and {library}");
+    }
+    let captured = |stream: &Stream| {
+        rig.driver.begin_capture(stream.handle(), CaptureMode::ThreadLocal).unwrap();
+        op.launch(&kernels, stream.handle()).unwrap();
+        let graph = rig.driver.end_capture(stream.handle()).unwrap();
+        let nodes = rig.driver.graph_nodes(graph).unwrap();
+        let theirs = kernels.functions().map(|(_, function)| function).collect::<Vec<_>>();
+        let own = |node: &NodeHandle| matches!(rig.driver.node(*node).unwrap(), Node::Kernel { function, .. } if theirs.contains(&function));
+        nodes.iter().any(own)
+    };
+    assert!(!captured(&rig.stream), "the library's kernels on the handle's stream");
+    assert!(captured(&Stream::new(&rig.driver).unwrap()), "its own on another");
     Ok(())
 }
 

@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use evergraph_graphcache::{CacheConfig, CostTable, Counters, GraphCache, GraphKey, Outcome, Request};
-use evergraph_kernels::Kernels;
+use evergraph_kernels::cuda::{Blas, BlasError};
+use evergraph_kernels::{KernelError, Kernels};
 use evergraph_pool::driver::host::HostConfig;
 use evergraph_pool::driver::{DeviceOrdinal, DynDriver};
 use evergraph_pool::{Pool, ScratchPolicy, Stream, Tracked, Use};
@@ -88,6 +89,25 @@ impl Runtime {
         Ok(Self { cache, kernels, stream, pool, config })
     }
 
+    /// Makes cuBLAS ready for large dense products, where there is such a device and the library. It takes memory for a
+    /// workspace, and time, so it is for models that have such weights.
+    ///
+    /// # Errors
+    /// None for a library that is not there: the kernels of this crate do it too. Those of the library and the pool.
+    pub fn prepare_products(&self) -> Result<()> {
+        if self.pool.driver().info().backend != "cuda" || self.kernels.blas().is_some() {
+            return Ok(());
+        }
+        match Blas::new(&self.pool, &self.stream) {
+            Ok(blas) => self.kernels.use_blas(blas),
+            Err(error @ BlasError::Missing { .. }) => {
+                tracing::info!(%error, "large dense products are left to the kernels of this program");
+            }
+            Err(error) => return Err(KernelError::Product(error.to_string()).into()),
+        }
+        Ok(())
+    }
+
     /// The pool.
     #[must_use]
     pub fn pool(&self) -> &Pool {
@@ -150,6 +170,9 @@ impl Runtime {
                 scope.declare(*memory, *use_)?;
             }
             scope.keep(Arc::clone(&self.kernels) as _);
+            if let Some(blas) = self.kernels.blas() {
+                scope.declare(blas.workspace(), Use::Scratch)?;
+            }
             let allocate = |bytes| Ok(scope.alloc::<u8>(bytes)?);
             let mut step = Step::new(self.device(), self.config.act, &allocate);
             build(&mut step)?;

@@ -30,6 +30,12 @@ enum Store {
     Uploaded(Vec<DeviceSlice<u8>>),
 }
 
+/// Whether it is a large matrix of floats.
+fn is_dense(tensor: &TensorInfo) -> bool {
+    const LARGE: u64 = 1 << 16;
+    tensor.quant_type() == QuantType::F32 && tensor.shape().len() > 1 && tensor.shape().iter().product::<u64>() >= LARGE
+}
+
 /// Copies every tensor to the device.
 fn upload(file: &Gguf, runtime: &Runtime) -> Result<Vec<DeviceSlice<u8>>> {
     let mut staging = Staging::new(runtime.stream())?;
@@ -55,6 +61,9 @@ impl Weights {
             let bytes: Arc<dyn evergraph_pool::HostMemory> = Arc::clone(file.bytes()) as _;
             Store::Mapped(runtime.pool().register_host(bytes)?)
         } else {
+            if file.tensors().iter().any(is_dense) {
+                runtime.prepare_products()?;
+            }
             Store::Uploaded(upload(&file, runtime)?)
         };
         Ok(Self { file, device, store })
