@@ -150,7 +150,9 @@ impl Pool {
         } else {
             len.checked_mul(size_of::<T>())
         };
-        let bytes = bytes.ok_or(PoolError::TooLarge { requested: len, element_bytes: size_of::<T>() })?;
+        let Some(bytes) = bytes else {
+            return Err(PoolError::TooLarge { requested: len, element_bytes: size_of::<T>() });
+        };
         Ok(DeviceSlice::new(self.shared().alloc(bytes, align, purpose, stream)?, len))
     }
 

@@ -53,14 +53,16 @@ pub(super) enum Zone {
 /// No block: end of a list.
 pub(super) const NONE: u32 = u32::MAX;
 
+/// One cache line, and no more: with thousands of blocks, lines touched are what a hand-out costs.
 #[derive(Debug)]
+#[repr(align(64))]
 pub(super) struct Block {
     pub(super) base: u64,
     pub(super) bytes: u64,
     /// Neighbours by address in the same segment.
     pub(super) prev: u32,
     pub(super) next: u32,
-    /// Neighbours in the free index.
+    /// Neighbours in the free index. Where the block is used: what was asked for, in two halves.
     pub(super) bin_prev: u32,
     pub(super) bin_next: u32,
     pub(super) segment: u32,
@@ -70,14 +72,31 @@ pub(super) struct Block {
     /// Used, but some of its chunks have no memory.
     pub(super) holes: bool,
     pub(super) zone: Zone,
-    pub(super) requested_bytes: u64,
     /// Left over from before where the block is used.
     pub(super) uses: Uses,
     /// When the last of `uses` was queued, at the latest; 0 when nobody uses it.
     pub(super) stamp: Stamp,
 }
 
+const _: () = assert!(size_of::<Option<Block>>() == 64);
+
 impl Block {
+    /// What was asked for; 0 unless used.
+    #[inline]
+    pub(super) fn requested_bytes(&self) -> u64 {
+        match self.state {
+            BlockState::Used => u64::from(self.bin_prev) << 32 | u64::from(self.bin_next),
+            BlockState::Free | BlockState::Claimed | BlockState::Unbacked => 0,
+        }
+    }
+
+    /// The block, in no index, becomes used.
+    #[inline]
+    pub(super) fn set_used(&mut self, requested_bytes: u64) {
+        self.state = BlockState::Used;
+        (self.bin_prev, self.bin_next) = ((requested_bytes >> 32) as u32, requested_bytes as u32);
+    }
+
     #[inline]
     pub(super) fn end(&self) -> u64 {
         self.base + self.bytes

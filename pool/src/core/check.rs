@@ -52,14 +52,14 @@ impl Heap {
                 }
                 match block.state {
                     BlockState::Used => {
-                        hold!(block.requested_bytes <= block.bytes, "block {key} is smaller than what was asked for");
+                        hold!(block.requested_bytes() <= block.bytes, "block {key} is smaller than what was asked for");
                         hold!(
                             block.holes != self.missing_chunks(BlockKey(key)).is_empty(),
                             "block {key}'s holes are miscounted"
                         );
                     }
                     BlockState::Free => {
-                        hold!(block.requested_bytes == 0 && !block.holes, "free block {key} has used's fields");
+                        hold!(!block.holes, "free block {key} has holes");
                         if !block.quick {
                             indexed.insert(key);
                         }

@@ -182,7 +182,6 @@ impl Heap {
             return Err(Misuse::Block(block));
         };
         let bytes = entry.bytes;
-        entry.requested_bytes = 0;
         entry.state = BlockState::Free;
         entry.stamp = if uses.is_empty() { Stamp(0) } else { now };
         entry.uses = uses;
@@ -217,8 +216,7 @@ impl Heap {
     #[inline]
     pub(super) fn hand_out(&mut self, key: u32, request: &Request) -> BlockKey {
         let block = &mut self.blocks[key as usize];
-        block.state = BlockState::Used;
-        block.requested_bytes = request.requested_bytes;
+        block.set_used(request.requested_bytes);
         BlockKey(key)
     }
 

@@ -50,7 +50,7 @@ impl Heap {
                 if block.state == BlockState::Free && block.uses.contains(stream) {
                     self.unindex(key);
                     let block = &mut self.blocks[key as usize];
-                    block.state = BlockState::Used;
+                    block.set_used(0);
                     block.uses = Uses::none();
                     let zone = block.zone;
                     if prev != NONE && taken.last() == Some(&BlockKey(prev)) && self.blocks[prev as usize].zone == zone

@@ -20,7 +20,6 @@ impl Heap {
             quick: false,
             holes: false,
             zone: Zone::Large,
-            requested_bytes: 0,
             uses: Uses::none(),
             stamp: Stamp(0),
         }) as u32

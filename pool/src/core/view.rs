@@ -86,7 +86,7 @@ impl Heap {
             segment: SegmentKey(entry.segment),
             base: entry.base,
             bytes: entry.bytes,
-            requested_bytes: entry.requested_bytes,
+            requested_bytes: entry.requested_bytes(),
             state: entry.state,
             uses: if entry.state == BlockState::Used { Uses::none() } else { entry.uses.clone() },
         })
@@ -135,7 +135,7 @@ impl Heap {
                         busy = true;
                         stats.used_blocks += 1;
                         stats.used_bytes += block.bytes;
-                        stats.requested_bytes += block.requested_bytes;
+                        stats.requested_bytes += block.requested_bytes();
                     }
                     BlockState::Free => {
                         stats.free_bytes += block.bytes;
