@@ -2,11 +2,10 @@
 
 use std::sync::Arc;
 
-use parking_lot::MutexGuard;
-
 use crate::core::{BadRequest, BlockKey, Request, StreamKey, Uses};
 use crate::driver::DevicePtr;
 use crate::growth::Short;
+use crate::lock::Guard;
 use crate::shared::{Books, Notices, Shared, fresh};
 use crate::slice::Raw;
 use crate::state::{Home, Info, NONE, Standing, State};
@@ -358,7 +357,7 @@ impl Books {
 
     /// The pool has no handle left. With its last slice it goes.
     #[cold]
-    fn close_with_last(mut state: MutexGuard<'_, State>) {
+    fn close_with_last(mut state: Guard<'_, State>) {
         let owner = if state.tally.slices.current == 0 { state.owner.take() } else { None };
         drop(state);
         drop(owner);

@@ -19,6 +19,7 @@ mod growth;
 pub mod handshake;
 mod host_buffer;
 mod inspect;
+mod lock;
 pub mod mutant;
 mod outside;
 mod pointer_table;

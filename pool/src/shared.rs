@@ -14,6 +14,7 @@ use crate::core::{StreamKey, Uses};
 use crate::driver::host_memory::HostMemory;
 use crate::driver::{DeviceOrdinal, DynDriver};
 use crate::handshake::Epoch;
+use crate::lock::{Guard, Lock};
 use crate::slice::Raw;
 use crate::state::{Home, NONE, State};
 use crate::{Dependent, PoolConfig, PoolError, PoolId, PoolMode, Retired, Stream, Token};
@@ -34,7 +35,7 @@ pub(crate) struct Shared {
 /// The books and their lock. They outlive every pool, so that a slice can find them without counting
 /// references: two locked instructions less in every hand-out and drop. Used again by the next pool.
 #[repr(align(64))]
-pub(crate) struct Books(Mutex<State>);
+pub(crate) struct Books(Lock<State>);
 
 /// Books without a pool.
 static SPARE: Mutex<Vec<&'static Books>> = Mutex::new(Vec::new());
@@ -48,12 +49,12 @@ impl Books {
                 *books.lock() = state;
                 books
             }
-            None => Box::leak(Box::new(Self(Mutex::new(state)))),
+            None => Box::leak(Box::new(Self(Lock::new(state)))),
         }
     }
 
     #[inline]
-    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+    pub(crate) fn lock(&self) -> Guard<'_, State> {
         self.0.lock()
     }
 
@@ -163,7 +164,7 @@ impl Shared {
     }
 
     #[inline]
-    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+    pub(crate) fn lock(&self) -> Guard<'_, State> {
         self.books.lock()
     }
 
