@@ -238,7 +238,12 @@ impl Heap {
         if rest > keep {
             let rest = self.split(taken, request.bytes);
             self.blocks[rest as usize].state = BlockState::Free;
-            self.settle_free(rest);
+            if self.uniform() {
+                // The block had merged with what is around it before it was cut.
+                self.index(rest);
+            } else {
+                self.settle_free(rest);
+            }
         }
         taken
     }

@@ -52,7 +52,7 @@ impl Heap {
     #[cold]
     pub(super) fn alloc_run(&mut self, request: &Request, stream: StreamKey, zone: Zone) -> Option<BlockKey> {
         // With a single stream everything that could be joined is joined.
-        if !self.multi_stream && self.private.is_empty() {
+        if self.uniform() {
             return None;
         }
         let reach = Reach { stream, foreign: &|_| false, unbacked: false, zone: Some(zone) };

@@ -75,7 +75,13 @@ impl Heap {
     /// Whether everything free is `stream`'s or nobody's, and merged as far as it goes: then nothing is to be
     /// had beyond what the warm path finds.
     pub(super) fn alone(&self, stream: StreamKey) -> bool {
-        !self.multi_stream && self.private.is_empty() && self.only.is_none_or(|only| only == stream.0)
+        self.uniform() && self.only.is_none_or(|only| only == stream.0)
+    }
+
+    /// One stream and no window: whoever may have one free block may have them all.
+    #[inline]
+    pub(super) fn uniform(&self) -> bool {
+        !self.multi_stream && self.private.is_empty()
     }
 
     /// Joins a block with the one after it; the first lives on. Neither is in an index.
@@ -124,8 +130,36 @@ impl Heap {
 
     /// Merges a free, unindexed block with what is around it and indexes the result.
     pub(super) fn settle_free(&mut self, key: u32) -> u32 {
-        let mut key = key;
         self.note_streams(key);
+        if self.uniform() { self.settle_uniform(key) } else { self.settle_mixed(key) }
+    }
+
+    /// With one stream and no window, free neighbours of one zone always merge; so no two of them are to be
+    /// found around, and one look to each side is enough.
+    #[inline]
+    fn settle_uniform(&mut self, key: u32) -> u32 {
+        let mut key = key;
+        let block = &self.blocks[key as usize];
+        let (prev, next, zone) = (block.prev, block.next, block.zone);
+        // Both loads are on their way before either is waited for.
+        let joins =
+            |k: u32| k != NONE && self.blocks[k as usize].settled_free() && self.blocks[k as usize].zone == zone;
+        let (before, after) = (joins(prev), joins(next));
+        if after {
+            self.unindex(next);
+            self.join(key, next);
+        }
+        if before {
+            self.unindex(prev);
+            self.join(prev, key);
+            key = prev;
+        }
+        self.index(key);
+        key
+    }
+
+    fn settle_mixed(&mut self, key: u32) -> u32 {
+        let mut key = key;
         loop {
             let block = &self.blocks[key as usize];
             let (prev, next) = (block.prev, block.next);
@@ -149,9 +183,11 @@ impl Heap {
         if self.multi_stream {
             return;
         }
-        match self.blocks[key as usize].uses.home() {
+        let uses = &self.blocks[key as usize].uses;
+        match uses.home() {
             Home::Idle => {}
-            _ if self.blocks[key as usize].uses.intersects(&self.private) => {}
+            Home::Stream(s) if self.only == Some(s) => {}
+            _ if uses.intersects(&self.private) => {}
             Home::Stream(s) => self.note_stream(StreamKey(s)),
             Home::Mixed => self.multi_stream = true,
         }

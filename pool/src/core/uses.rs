@@ -88,6 +88,13 @@ impl Uses {
     #[inline]
     pub(crate) fn extend(&mut self, other: &Self) {
         self.bits |= other.bits;
+        if other.more.is_some() {
+            self.extend_far(other);
+        }
+    }
+
+    #[cold]
+    fn extend_far(&mut self, other: &Self) {
         if let Some(theirs) = &other.more {
             let ours = self.more.get_or_insert_default();
             if ours.len() < theirs.len() {
@@ -158,12 +165,17 @@ impl Uses {
     pub(super) fn home(&self) -> Home {
         match &self.more {
             None if self.bits == 0 => Home::Idle,
-            None if self.bits.is_power_of_two() => Home::Stream(self.bits.trailing_zeros()),
+            None if self.bits & (self.bits - 1) == 0 => Home::Stream(self.bits.trailing_zeros()),
             None => Home::Mixed,
-            Some(_) => match (self.len(), self.iter().next()) {
-                (1, Some(stream)) => Home::Stream(stream.0),
-                _ => Home::Mixed,
-            },
+            Some(_) => self.far_home(),
+        }
+    }
+
+    #[cold]
+    fn far_home(&self) -> Home {
+        match (self.len(), self.iter().next()) {
+            (1, Some(stream)) => Home::Stream(stream.0),
+            _ => Home::Mixed,
         }
     }
 }
