@@ -68,7 +68,7 @@ impl Shared {
         let (Some((base, bytes)), Some(allocation)) = (state.heaps[heap].span(block), state.next_allocation()) else {
             return Err(PoolError::Internal("no identity left for a hand-out"));
         };
-        *state.info_mut(Home { heap, block }) = Info { allocation: allocation.get(), ..Info::EMPTY };
+        state.heaps[heap].set_owner(block, allocation.get());
         state.tally.allocated.add(bytes);
         state.tally.requested.add(request.requested_bytes());
         state.tally.slices.add(1);
@@ -337,10 +337,9 @@ impl Books {
         if crate::mutant::is("epoch-on-every-free") {
             state.epoch.bump();
         }
-        let info = state.info_mut(home);
+        let info = state.info(home);
         debug_assert_eq!(info.allocation, raw.allocation.get(), "a slice owns its block");
         if info.is_plain() && window == NONE {
-            info.allocation = 0;
             let now = state.tick();
             let freed = state.heaps[home.heap].free(raw.block, Uses::one(raw.stream), now);
             debug_assert!(freed.is_ok(), "a live block is used: {freed:?}");

@@ -98,14 +98,14 @@ impl Shared {
         let event = {
             let mut state = self.lock();
             let state = &mut *state;
-            let Some(g) = state.graphs.get_mut(graph) else {
+            let Some(g) = state.graphs.get(graph) else {
                 return Err(PoolError::Internal("a window without a graph"));
             };
             let Some(window) = &g.window else { return Err(PoolError::Internal("a window that is not open")) };
             let policy = g.policy.clone();
             let shared = matches!(policy, ScratchPolicy::Shared(_));
             let live: Vec<WindowBlock> =
-                window.handed.iter().copied().filter(|h| still_live(&state.info, graph, h)).collect();
+                window.handed.iter().copied().filter(|h| still_live(state, graph, h)).collect();
             let reused = |h: &WindowBlock| {
                 window.freed.iter().any(|f| f.start < h.base + h.block_bytes && h.base < f.end)
                     && !mutant::is("outliving-unchecked")
@@ -162,7 +162,7 @@ impl Shared {
             }
             if let Some(window) = gone.window.take() {
                 for block in &window.handed {
-                    if still_live(&state.info, graph, block) {
+                    if still_live(state, graph, block) {
                         state.info_mut(block.home).window = NONE;
                     }
                 }
@@ -220,9 +220,9 @@ impl Shared {
 }
 
 /// Whether the slice of a window's hand-out is still there.
-fn still_live(info: &[Vec<crate::state::Info>; 3], graph: usize, block: &WindowBlock) -> bool {
-    let info = info[block.home.heap].get(block.home.block.index());
-    info.is_some_and(|i| i.window == graph as u32 && i.allocation == block.handed.token.allocation.get())
+fn still_live(state: &State, graph: usize, block: &WindowBlock) -> bool {
+    let info = state.info(block.home);
+    info.window == graph as u32 && info.allocation == block.handed.token.allocation.get()
 }
 
 impl State {

@@ -27,7 +27,12 @@ pub(crate) struct Home {
     pub(crate) block: BlockKey,
 }
 
-/// What the runtime knows about a used block beyond the heap; indexed like the heap's blocks.
+/// Left with a block whose [`Info`] has a place in the table. No allocation has this number: the last pool
+/// number is not given out.
+const IN_TABLE: u64 = u64::MAX;
+
+/// What the runtime knows about a used block beyond the heap. Nearly always that is the allocation alone, which is
+/// left with the block itself; the table, indexed like the heap's blocks, has the others.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Info {
     /// The hand-out; 0 when nobody's.
@@ -329,18 +334,25 @@ impl State {
         Some(AllocationId::new(self.id, self.last_allocation))
     }
 
-    #[inline]
+    /// For a change that may be more than who owns it.
     pub(crate) fn info_mut(&mut self, home: Home) -> &mut Info {
+        let now = self.info(home);
+        self.heaps[home.heap].set_owner(home.block, IN_TABLE);
         let table = &mut self.info[home.heap];
         let index = home.block.index();
         if index >= table.len() {
             table.resize(index + 1, Info::EMPTY);
         }
+        table[index] = now;
         &mut table[index]
     }
 
+    #[inline]
     pub(crate) fn info(&self, home: Home) -> Info {
-        self.info[home.heap].get(home.block.index()).copied().unwrap_or(Info::EMPTY)
+        match self.heaps[home.heap].owner(home.block) {
+            IN_TABLE => self.info[home.heap].get(home.block.index()).copied().unwrap_or(Info::EMPTY),
+            allocation => Info { allocation, ..Info::EMPTY },
+        }
     }
 
     /// A number for a stream or a tag.
@@ -412,8 +424,8 @@ impl State {
     /// The used block at a place, if it still is that allocation's.
     pub(crate) fn block_of(&self, token: &Token) -> Option<Home> {
         let PlaceKind::Block { heap, index } = token.place.kind() else { return None };
-        let info = self.info.get(heap)?.get(index)?;
-        (info.allocation == token.allocation.get()).then(|| Home { heap, block: BlockKey::from_index(index) })
+        let home = Home { heap, block: BlockKey::from_index(index) };
+        (heap < self.heaps.len() && self.info(home).allocation == token.allocation.get()).then_some(home)
     }
 
     /// The record of a block, made if there is none.

@@ -74,7 +74,8 @@ pub(super) struct Block {
     pub(super) zone: Zone,
     /// Left over from before where the block is used.
     pub(super) uses: Uses,
-    /// When the last of `uses` was queued, at the latest; 0 when nobody uses it.
+    /// When the last of `uses` was queued, at the latest; 0 when nobody uses it. Where the block is used: the
+    /// runtime's word about it.
     pub(super) stamp: Stamp,
 }
 
@@ -90,10 +91,11 @@ impl Block {
         }
     }
 
-    /// The block, in no index, becomes used.
+    /// The block, in no index, becomes used, by nobody yet.
     #[inline]
     pub(super) fn set_used(&mut self, requested_bytes: u64) {
         self.state = BlockState::Used;
+        self.stamp = Stamp(0);
         (self.bin_prev, self.bin_next) = ((requested_bytes >> 32) as u32, requested_bytes as u32);
     }
 

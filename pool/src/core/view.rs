@@ -99,6 +99,21 @@ impl Heap {
         self.blocks.get(block.index()).map(|b| (b.base, b.bytes))
     }
 
+    /// The runtime's word about a used block; 0 for any other.
+    #[must_use]
+    #[inline]
+    pub(crate) fn owner(&self, block: BlockKey) -> u64 {
+        self.blocks.get(block.index()).filter(|b| b.state == BlockState::Used).map_or(0, |b| b.stamp.0)
+    }
+
+    /// Leaves a word with a used block, to be forgotten when it is freed.
+    #[inline]
+    pub(crate) fn set_owner(&mut self, block: BlockKey, owner: u64) {
+        if let Some(b) = self.blocks.get_mut(block.index()).filter(|b| b.state == BlockState::Used) {
+            b.stamp = Stamp(owner);
+        }
+    }
+
     /// The block after (by address, same segment).
     #[must_use]
     pub(crate) fn next(&self, block: BlockKey) -> Option<BlockKey> {
