@@ -65,10 +65,12 @@ impl Shared {
         key: StreamKey,
     ) -> Result<Raw, PoolError> {
         let heap = purpose.index();
-        let (Some((base, bytes)), Some(allocation)) = (state.heaps[heap].span(block), state.next_allocation()) else {
+        let Some(allocation) = state.next_allocation() else {
             return Err(PoolError::Internal("no identity left for a hand-out"));
         };
-        state.heaps[heap].set_owner(block, allocation.get());
+        let Some((base, bytes)) = state.heaps[heap].set_owner(block, allocation.get()) else {
+            return Err(PoolError::Internal("a hand-out without a block"));
+        };
         state.tally.allocated.add(bytes);
         state.tally.requested.add(request.requested_bytes());
         state.tally.slices.add(1);

@@ -5,9 +5,8 @@
 //! fit, then finds the next bin that has anything by two bit scans; every block there fits, and again the
 //! tightest is taken. With thousands of free blocks a bin holds two or three.
 
-use slab::Slab;
-
 use super::block::{Block, NONE};
+use super::table::Blocks;
 
 /// Octaves: the exact one, then one for each doubling up to 2^47 bytes in granules of one byte.
 const LEVELS: usize = 44;
@@ -56,7 +55,7 @@ impl Bins {
     }
 
     #[inline]
-    pub(super) fn insert(&mut self, blocks: &mut Slab<Block>, key: u32) {
+    pub(super) fn insert(&mut self, blocks: &mut Blocks, key: u32) {
         if self.heads.is_empty() {
             self.make_heads();
         }
@@ -75,7 +74,7 @@ impl Bins {
     }
 
     #[inline]
-    pub(super) fn remove(&mut self, blocks: &mut Slab<Block>, key: u32) {
+    pub(super) fn remove(&mut self, blocks: &mut Blocks, key: u32) {
         let block = &blocks[key as usize];
         let (prev, next) = (block.bin_prev, block.bin_next);
         if next != NONE {
@@ -115,7 +114,7 @@ impl Bins {
 
     /// The smallest block that has room for `bytes` at `align`: its key and size.
     #[inline]
-    pub(super) fn best_fit(&self, blocks: &Slab<Block>, bytes: u64, align: u64) -> Option<(u32, u64)> {
+    pub(super) fn best_fit(&self, blocks: &Blocks, bytes: u64, align: u64) -> Option<(u32, u64)> {
         if self.count == 0 {
             return None;
         }
@@ -148,7 +147,7 @@ impl Bins {
     }
 
     /// Size of the largest block.
-    pub(super) fn largest(&self, blocks: &Slab<Block>) -> u64 {
+    pub(super) fn largest(&self, blocks: &Blocks) -> u64 {
         if self.levels == 0 {
             return 0;
         }
@@ -164,7 +163,7 @@ impl Bins {
     }
 
     /// Every block, for the invariant check; also whether bitmaps and lists agree.
-    pub(super) fn audit(&self, blocks: &Slab<Block>) -> Result<Vec<u32>, String> {
+    pub(super) fn audit(&self, blocks: &Blocks) -> Result<Vec<u32>, String> {
         let mut keys = Vec::new();
         if self.heads.is_empty() {
             return if self.levels == 0 && self.count == 0 { Ok(keys) } else { Err("bins without heads".into()) };

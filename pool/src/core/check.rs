@@ -116,7 +116,7 @@ impl Heap {
         hold!(seen == self.blocks.len(), "{seen} blocks tile, {} exist", self.blocks.len());
         hold!((slab_bytes, chunked_bytes) == (self.slab_bytes, self.chunked_bytes), "backed bytes are off");
         let ring: BTreeSet<u32> = self.ring[..self.ring_len].iter().copied().collect();
-        for (key, block) in &self.blocks {
+        for (key, block) in self.blocks.iter() {
             hold!(block.quick == ring.contains(&(key as u32)), "block {key} and the ring disagree");
         }
         let mut unbacked = BTreeSet::new();

@@ -31,7 +31,7 @@ impl Heap {
             return;
         }
         let mut changed = Vec::new();
-        for (key, block) in &self.blocks {
+        for (key, block) in self.blocks.iter() {
             let busy = |s: StreamKey| self.completed.get(s.0 as usize).is_none_or(|&upto| upto < block.stamp);
             let waits = matches!(block.state, BlockState::Free | BlockState::Claimed) && !block.uses.is_empty();
             if waits && !block.uses.iter().all(busy) {

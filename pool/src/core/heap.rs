@@ -9,7 +9,8 @@ use std::collections::BTreeMap;
 use slab::Slab;
 
 use super::bins::Bins;
-use super::block::{Block, NONE, Segment, Zone};
+use super::block::{NONE, Segment, Zone};
+use super::table::Blocks;
 use super::*;
 
 /// How a heap places.
@@ -56,7 +57,7 @@ const RING: usize = 8;
 pub(crate) struct Heap {
     pub(super) config: HeapConfig,
     pub(super) shift: u32,
-    pub(super) blocks: Slab<Block>,
+    pub(super) blocks: Blocks,
     pub(super) segments: Slab<Segment>,
     pub(super) by_base: BTreeMap<u64, u32>,
     /// Free blocks that nobody uses, that several streams use, and that exactly one uses.
@@ -88,7 +89,7 @@ impl Heap {
         Self {
             config: HeapConfig { granule_bytes, ..config },
             shift,
-            blocks: Slab::new(),
+            blocks: Blocks::new(),
             segments: Slab::new(),
             by_base: BTreeMap::new(),
             idle: zoned(shift),

@@ -25,6 +25,7 @@ mod private;
 mod request;
 mod runs;
 mod segments;
+mod table;
 mod tiling;
 mod uses;
 mod view;

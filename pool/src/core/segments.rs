@@ -92,7 +92,7 @@ impl Heap {
             if state == BlockState::Unbacked {
                 self.unlist_unbacked(block);
             }
-            self.blocks.remove(block as usize);
+            self.blocks.remove(block);
         }
         self.segments.remove(segment.index());
         Ok(())

@@ -7,7 +7,6 @@ use super::*;
 
 impl Heap {
     pub(super) fn new_block(&mut self, segment: u32, base: u64, bytes: u64, state: BlockState) -> u32 {
-        // Four billion blocks would need 300 GiB of bookkeeping: keys fit.
         self.blocks.insert(Block {
             base,
             bytes,
@@ -22,7 +21,7 @@ impl Heap {
             zone: Zone::Large,
             uses: Uses::none(),
             stamp: Stamp(0),
-        }) as u32
+        })
     }
 
     /// Cuts a block after `bytes`; the new second part has the same state and uses. In no index.
@@ -89,7 +88,7 @@ impl Heap {
         if self.blocks[next as usize].state == BlockState::Unbacked {
             self.unlist_unbacked(next);
         }
-        let gone = self.blocks.remove(next as usize);
+        let gone = self.blocks.remove(next);
         let block = &mut self.blocks[key as usize];
         block.bytes += gone.bytes;
         block.next = gone.next;

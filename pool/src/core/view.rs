@@ -106,12 +106,12 @@ impl Heap {
         self.blocks.get(block.index()).filter(|b| b.state == BlockState::Used).map_or(0, |b| b.stamp.0)
     }
 
-    /// Leaves a word with a used block, to be forgotten when it is freed.
+    /// Leaves a word with a used block, to be forgotten when it is freed. Start and length of the block, bytes.
     #[inline]
-    pub(crate) fn set_owner(&mut self, block: BlockKey, owner: u64) {
-        if let Some(b) = self.blocks.get_mut(block.index()).filter(|b| b.state == BlockState::Used) {
-            b.stamp = Stamp(owner);
-        }
+    pub(crate) fn set_owner(&mut self, block: BlockKey, owner: u64) -> Option<(u64, u64)> {
+        let b = self.blocks.get_mut(block.index()).filter(|b| b.state == BlockState::Used)?;
+        b.stamp = Stamp(owner);
+        Some((b.base, b.bytes))
     }
 
     /// The block after (by address, same segment).
