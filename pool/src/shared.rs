@@ -1,7 +1,7 @@
 //! The pool's inside: the locks, and the streams that the pool knows.
 //!
 //! Two locks. `state` guards the books and is held for moments: never for a wait, never while foreign code
-//! runs. `cold` serialises what moves memory between the pool and the driver (growth, give-back, repair); it is taken
+//! runs. It is a [`Lock`]: its waiters spin and yield, so it must stay that way. `cold` serialises what moves memory between the pool and the driver (growth, give-back, repair); it is taken
 //! *before* `state`, never inside it, and no callback runs under it. Whoever holds `cold` may wait for the
 //! device and for leases: a launcher takes neither lock while it holds a lease, and a drop takes only `state`.
 
