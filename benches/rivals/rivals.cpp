@@ -50,7 +50,7 @@ struct Rng {
   }
 };
 
-static double at(const std::vector<double>& sorted, double share) {
+static double quantile(const std::vector<double>& sorted, double share) {
   return sorted[static_cast<size_t>(std::lround(share * static_cast<double>(sorted.size() - 1)))];
 }
 
@@ -59,7 +59,7 @@ static void row(const char* bench, const std::string& what, const std::string& w
   std::sort(samples.begin(), samples.end());
   std::printf(
       "{\"bench\":\"%s\",\"case\":\"%s\",\"who\":\"%s\",\"unit\":\"%s\",\"n\":%zu,\"median\":%.3f,\"p10\":%.3f,\"p90\":%.3f}\n",
-      bench, what.c_str(), who.c_str(), unit, samples.size(), at(samples, 0.5), at(samples, 0.1), at(samples, 0.9));
+      bench, what.c_str(), who.c_str(), unit, samples.size(), quantile(samples, 0.5), quantile(samples, 0.1), quantile(samples, 0.9));
   std::fflush(stdout);
 }
 
@@ -221,7 +221,7 @@ static void plain() {
 #endif
 
 #ifdef WITH_TORCH
-static void torch(const char* who) {
+static void measure_torch(const char* who) {
   namespace caching = c10::cuda::CUDACachingAllocator;
   caching::init(1);
   auto alloc = [](size_t bytes, cudaStream_t stream) { return caching::raw_alloc_with_stream(bytes, stream); };
@@ -292,7 +292,7 @@ int main(int count, char** words) {
   check(cudaFree(nullptr), "context");
   try {
 #if defined(WITH_TORCH)
-    torch(count > 1 ? words[1] : "PyTorch");
+    measure_torch(count > 1 ? words[1] : "PyTorch");
 #elif defined(WITH_RMM)
     rmm_all();
 #else

@@ -48,18 +48,18 @@ impl CostTable {
         if device.backend == "host" { Self::host() } else { Self::h200() }
     }
 
-    /// An NVIDIA H200, driver 580 (CUDA 13.0). **Put together from single measurements**, not from one run of the bench: times
-    /// of the driver's own calls for one chunk, times the number of ranges, and graphs of small kernels on one stream.
+    /// An NVIDIA H200, driver 580.159 (CUDA 13.0), beside 16 cores of an Intel Xeon virtual machine: one run of the bench,
+    /// medians of 21 a cell. `benches/RESULTS.md` has the whole table.
     #[must_use]
     pub fn h200() -> Self {
         Self {
-            capture_us: [60.0, 184.0, 1138.0],
-            scan_us: [117.0, 576.0, 1215.0],
-            instantiate_us: [127.0, 416.0, 1645.0],
-            update_us: [3.5, 12.0, 54.0],
-            eager_us: [412.0, 1294.0, 4080.0],
-            launch_us: [86.0, 246.0, 803.0],
-            remap_us: [[44.6, 64.6], [357.0, 517.0], [2854.0, 4134.0]],
+            capture_us: [107.4, 290.5, 923.1],
+            scan_us: [48.6, 129.0, 447.7],
+            instantiate_us: [166.1, 562.3, 1984.4],
+            update_us: [26.6, 76.4, 282.3],
+            eager_us: [439.2, 1287.3, 4243.0],
+            launch_us: [94.8, 264.3, 861.1],
+            remap_us: [[73.0, 70.7], [357.8, 374.8], [2852.6, 3156.0]],
             refine: true,
         }
     }

@@ -41,8 +41,8 @@
 //! | nothing on any of its devices | lease, fence, one compare a device, launch | 8 to 12 ns + the launch |
 //! | something, but not to this graph's | one walk over its dependencies, launch | about 1 µs |
 //! | its scratch lost its pages (vmm) | pages back under the same addresses | 45 µs a chunk of 2 MiB |
-//! | it moved, same work | capture, read back, exec-update | 184 + 576 + 12 µs |
-//! | it moved, other work | capture, read back, instantiate | 184 + 576 + 416 µs |
+//! | it moved, same work | capture, read back, exec-update | 290 + 129 + 76 µs |
+//! | it moved, other work | capture, read back, instantiate | 290 + 129 + 562 µs |
 //! | it can not be captured right now | the closure once, without a graph | 1.3 ms |
 //!
 //! The cheapest repair is chosen from a [table](CostTable) which measurements on the running device refine. A new capture needs
