@@ -4,7 +4,7 @@ use std::sync::{Arc, OnceLock};
 
 use evergraph_pool::driver::cuda::{self, CudaDevice, Missing};
 use evergraph_pool::driver::host::{HostConfig, HostDevice, HostMachine};
-use evergraph_pool::driver::{DeviceInfo, Driver, DriverResult, DynDriver};
+use evergraph_pool::driver::{DeviceChoice, DeviceInfo, Driver, DriverResult, DynDriver};
 use serde_json::{Value, json};
 
 use crate::error::{Error, Result};
@@ -52,6 +52,19 @@ impl Device {
             lacks(error.to_string(), "nvidia-smi, which says whether the device is held by somebody else or broken")
         })?;
         Ok(Self::of(first))
+    }
+
+    /// The device that the environment's `EVERGRAPH_DEVICE` names (`cuda`, `cuda:N`, `host`); a host device without it.
+    /// For tests and small programs.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for other words, [`Error::NoDevice`] for a device that is not there.
+    pub fn asked() -> Result<Self> {
+        let asked = std::env::var(DeviceChoice::VARIABLE).unwrap_or_else(|_| "host".to_owned());
+        match asked.parse().map_err(|_| Error::argument(DeviceChoice::VARIABLE, "host, cuda or cuda:N", &asked))? {
+            DeviceChoice::Cuda(number) => Self::cuda(number),
+            _ => Ok(Self::host()),
+        }
     }
 
     /// A device by its driver, which is used as hardware is: one for all, with nothing to set on it.

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 
+use evergraph_runner::device::Device;
 use evergraph_runner::engine::{ActType, KvType, Runtime, RuntimeConfig, Session, SessionConfig};
 use evergraph_runner::gguf::Gguf;
 use evergraph_runner::models;
@@ -58,7 +59,7 @@ fn the_greedy_text_and_its_logits_are_the_references() {
 
     let mut config = RuntimeConfig::default();
     config.act = ActType::F32;
-    let runtime = Arc::new(Runtime::host(config).unwrap());
+    let runtime = Arc::new(Runtime::on(&Device::asked().unwrap(), config).unwrap());
     let model = Arc::new(models::load(file, &runtime).unwrap());
     let mut settings = SessionConfig::default();
     settings.context = Some(64);
@@ -85,8 +86,9 @@ fn the_greedy_text_and_its_logits_are_the_references() {
 /// The perplexity of the reference's text, with activations of a kind.
 fn perplexity(path: &Path, act: &str) -> f64 {
     let mut command = Command::new(env!("CARGO_BIN_EXE_evergraph"));
-    command.args(["perplexity", "--json", "-ctk", "f32", "-ctv", "f32", "--act", act, "--device", "host", "-m"]);
-    let output = command.arg(path).arg("-f").arg(data("ppl_text.txt")).output().unwrap();
+    command.args(["perplexity", "--json", "-ctk", "f32", "-ctv", "f32", "--act", act, "-m"]);
+    command.arg(path).arg("--device").arg(std::env::var("EVERGRAPH_DEVICE").unwrap_or_else(|_| "host".to_owned()));
+    let output = command.arg("-f").arg(data("ppl_text.txt")).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let found: Value = serde_json::from_slice(&output.stdout).unwrap();
     let golden = &golden()["perplexity"];

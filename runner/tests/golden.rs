@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use evergraph_graphcache::Counters;
 use evergraph_pool::driver::host::{HostConfig, HostDevice};
+use evergraph_runner::device::Device;
 use evergraph_runner::engine::{ActType, KvType, PoolConfig, PoolMode, Runtime, RuntimeConfig, Session, SessionConfig};
 use evergraph_runner::gguf::Gguf;
 use evergraph_runner::models;
@@ -53,7 +54,7 @@ fn trace(model: &str, config: RuntimeConfig, kv: KvType, ubatch: usize) -> Trace
     let golden = json(&model.replace(".gguf", ".json"));
     let prompt: Vec<u32> = list(&golden["prompt_tokens"]);
     let steps = golden["decode"]["tokens"].as_array().unwrap().len();
-    let runtime = Arc::new(Runtime::host(config).unwrap());
+    let runtime = Arc::new(Runtime::on(&Device::asked().unwrap(), config).unwrap());
     let model = Arc::new(models::load(Arc::new(Gguf::open(&data(model)).unwrap()), &runtime).unwrap());
     let (vocabulary, blocks) = (model.vocabulary, model.blocks.len());
     let mut settings = SessionConfig::default();
@@ -280,7 +281,7 @@ fn memory_that_comes_and_goes_does_not_change_a_token() {
 #[test]
 fn a_step_of_another_length_is_another_graph() {
     let last = |graphs: bool| {
-        let runtime = Arc::new(Runtime::host(config(PoolMode::Vmm, graphs, None)).unwrap());
+        let runtime = Arc::new(Runtime::on(&Device::asked().unwrap(), config(PoolMode::Vmm, graphs, None)).unwrap());
         let file = Arc::new(Gguf::open(&data("gemma3.gguf")).unwrap());
         let model = Arc::new(models::load(file, &runtime).unwrap());
         let mut settings = SessionConfig::default();
