@@ -152,7 +152,9 @@ impl<D: Driver + ?Sized> Faulty<D> {
     /// the log is on. Lets a checker tell what came before what, across threads.
     pub fn mark(&self, name: &'static str, args: &[(&'static str, u64)]) {
         if self.logging.load(Ordering::Acquire) {
-            self.push(name, args, Ok(0), Vec::new());
+            let args = SmallVec::from_slice(args);
+            let thread = std::thread::current().id();
+            self.log.lock().push(Call { name, thread, args, result: Ok(0), payload: Vec::new() });
         }
     }
 
@@ -205,26 +207,34 @@ impl<D: Driver + ?Sized> Faulty<D> {
             }
         }
     }
+}
 
-    fn note<T: Word>(&self, index: usize, result: &DriverResult<T>, args: &[(&'static str, u64)], payload: Vec<u8>) {
-        let result = match result {
-            Ok(value) => Ok(value.word()),
-            Err(error) => Err(error.kind.clone()),
-        };
-        self.push(CALLS[index], args, result, payload);
-    }
+fn line<T: Word>(index: usize, result: &DriverResult<T>, args: &[(&'static str, u64)], payload: Vec<u8>) -> Call {
+    let result = match result {
+        Ok(value) => Ok(value.word()),
+        Err(error) => Err(error.kind.clone()),
+    };
+    Call { name: CALLS[index], thread: std::thread::current().id(), args: SmallVec::from_slice(args), result, payload }
+}
 
-    fn push(
-        &self,
-        name: &'static str,
-        args: &[(&'static str, u64)],
-        result: Result<u64, DriverErrorKind>,
-        payload: Vec<u8>,
-    ) {
-        let args = SmallVec::from_slice(args);
-        let call = Call { name, thread: std::thread::current().id(), args, result, payload };
-        self.log.lock().push(call);
-    }
+/// Whether a call ends the life of a handle or an address. The driver may give the same one out again before the call
+/// has returned; so that nobody's beginning comes into the log before the end that it follows, the log is closed to
+/// others while such a call runs.
+fn is_end(name: &str) -> bool {
+    const ENDS: [&str; 11] = [
+        "address_free",
+        "unmap",
+        "release",
+        "free",
+        "host_free",
+        "host_unregister",
+        "stream_destroy",
+        "event_destroy",
+        "graph_destroy",
+        "exec_destroy",
+        "module_unload",
+    ];
+    ENDS.contains(&name)
 }
 
 fn default_failure(call: &str) -> DriverErrorKind {
@@ -344,13 +354,19 @@ macro_rules! forward {
                     if self.logging.load(Ordering::Acquire) {
                         $(payload.extend($arg.payload());)*
                     }
-                    let result = self.gate(INDEX).and_then(|()| {
+                    let gate = self.gate(INDEX);
+                    let first = self.logging.load(Ordering::Acquire) && is_end(stringify!($name));
+                    let mut log = first.then(|| self.log.lock());
+                    let result = gate.and_then(|()| {
                         // SAFETY: where the method is unsafe, its caller keeps the same contract.
                         unsafe { self.inner.$name($($arg),*) }
                     });
-                    if self.logging.load(Ordering::Acquire) {
-                        self.note(INDEX, &result, args, payload);
+                    if let Some(log) = &mut log {
+                        log.push(line(INDEX, &result, args, payload));
+                    } else if self.logging.load(Ordering::Acquire) {
+                        self.log.lock().push(line(INDEX, &result, args, payload));
                     }
+                    drop(log);
                     result
                 }
             )*
@@ -430,7 +446,7 @@ impl<D: Driver + ?Sized> Driver for Faulty<D> {
         const INDEX: usize = index_of("bind");
         let result = self.gate(INDEX).and_then(|()| self.inner.bind());
         if self.logging.load(Ordering::Acquire) {
-            self.note(INDEX, &result, &[], Vec::new());
+            self.log.lock().push(line(INDEX, &result, &[], Vec::new()));
         }
         result
     }
