@@ -126,8 +126,13 @@ impl Stream {
     /// # Errors
     /// `Capturing`, and those of the driver.
     pub fn is_idle(&self) -> Result<bool, PoolError> {
-        self.not_capturing("asking whether the stream is idle")?;
         self.0.driver.bind()?;
+        // Asked and answered in one critical section: a capture that another thread began in between would be broken by
+        // the question, or worse (NVIDIA's driver 580 once died of it).
+        let gate = self.0.gate.lock();
+        if gate.windows > 0 {
+            return Err(PoolError::Capturing { what: "asking whether the stream is idle" });
+        }
         Ok(self.0.driver.stream_query(self.0.handle)?)
     }
 

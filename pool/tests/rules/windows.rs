@@ -330,3 +330,35 @@ fn bad_declarations_change_nothing() {
         rig.pool.check().unwrap();
     });
 }
+
+/// A pool asks other threads' streams whether they are idle. The question used to be put after a look at "capturing", and
+/// a capture could begin in between: it was broken by the question (and once the GPU's driver died of it).
+#[test]
+fn asking_whether_a_stream_is_idle_never_meets_a_capture() {
+    let rig = Rig::with(device().stepped(false), config(evergraph_pool::PoolMode::Vmm));
+    warm(&rig, MIB);
+    let (stop, asked) = (std::sync::atomic::AtomicBool::new(false), std::sync::atomic::AtomicU64::new(0));
+    let relaxed = std::sync::atomic::Ordering::Relaxed;
+    std::thread::scope(|scope| {
+        let asking = scope.spawn(|| {
+            while !stop.load(relaxed) {
+                match rig.stream.is_idle() {
+                    Ok(_) | Err(PoolError::Capturing { .. }) => asked.fetch_add(1, relaxed),
+                    Err(error) => panic!("asked inside a capture: {error}"),
+                };
+            }
+        });
+        let mut broken = 0;
+        for _ in 0..60_000 {
+            drop(rig.graph(ScratchPolicy::Pin, |_| {
+                rig.driver.begin_capture(rig.stream.handle(), CaptureMode::Relaxed).unwrap();
+                let ended = rig.driver.end_capture(rig.stream.handle());
+                broken += u32::from(ended.map(|graph| rig.driver.graph_destroy(graph).unwrap()).is_err());
+            }));
+        }
+        stop.store(true, relaxed);
+        asking.join().unwrap();
+        assert_eq!(broken, 0, "captures broken by a question");
+    });
+    assert!(asked.load(relaxed) > 100, "the two went on side by side");
+}
