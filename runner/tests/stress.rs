@@ -47,8 +47,13 @@ fn bytes_of_a_fuzzer_are_steps() {
 }
 
 /// Mutant and pool: with the rule taken out the stress must fail.
-const MUTANTS: &[(&str, &str)] =
-    &[("cache.stale-is-fine", "slab"), ("cache.zeroed-shares-bytes", "vmm"), ("reissue-scratch", "slab")];
+const MUTANTS: &[(&str, &str)] = &[
+    ("cache.check-skipped", "slab"),
+    ("cache.zeroed-shares-bytes", "vmm"),
+    ("reissue-scratch", "slab"),
+    ("no-bump-on-reissue", "slab"),
+    ("backing-unchecked", "vmm"),
+];
 
 #[test]
 fn the_stress_notices_when_a_rule_is_gone() {
