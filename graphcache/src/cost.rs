@@ -49,7 +49,7 @@ impl CostTable {
     }
 
     /// An NVIDIA H200, driver 580.159 (CUDA 13.0), beside 16 cores of an Intel Xeon virtual machine: one run of the bench,
-    /// medians of 21 a cell. `benches/RESULTS.md` has the whole table.
+    /// medians of 21 a cell. `benches/RESULTS.md` has the table of another.
     #[must_use]
     pub fn h200() -> Self {
         Self {

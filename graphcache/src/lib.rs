@@ -38,9 +38,9 @@
 //!
 //! | what happened to the graph's memory | what a run does | price (300 nodes, NVIDIA H200) |
 //! |---|---|---|
-//! | nothing on any of its devices | lease, fence, one compare a device, launch | 8 to 12 ns + the launch |
+//! | nothing on any of its devices | lease, fence, one compare a device, launch | about 60 ns + the launch |
 //! | something, but not to this graph's | one walk over its dependencies, launch | about 1 µs |
-//! | its scratch lost its pages (vmm) | pages back under the same addresses | 45 µs a chunk of 2 MiB |
+//! | its scratch lost its pages (vmm) | pages back under the same addresses | 73 µs for a chunk of 2 MiB |
 //! | it moved, same work | capture, read back, exec-update | 290 + 129 + 76 µs |
 //! | it moved, other work | capture, read back, instantiate | 290 + 129 + 562 µs |
 //! | it can not be captured right now | the closure once, without a graph | 1.3 ms |

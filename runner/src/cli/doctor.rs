@@ -39,7 +39,7 @@ const LIBRARIES: &[Library] = &[
     Library {
         name: "cublas",
         files: &["libcublas.so.13", "libcublas.so.12", "libcublas.so"],
-        does: "not used yet",
+        does: "large products of floats",
         get: "pip install nvidia-cublas, or the CUDA toolkit",
     },
     Library {

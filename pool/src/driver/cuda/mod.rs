@@ -2,9 +2,8 @@
 //!
 //! The conformance suite runs over it and over [`Faulty`](super::Faulty) of it on a machine with a device
 //! (`tests/conformance_cuda.rs`, feature `gpu`). It was last told on one NVIDIA H200 and on two, driver 580.159.04
-//! (CUDA 13.0). **Not exercised yet**: devices that can not reach each other, other drivers and chips, and nodes that the
-//! stories do not make (event, external semaphore, batched memory operation and conditional nodes, of which the last
-//! three are reported as unknown).
+//! (CUDA 13.0). **Not exercised yet**: devices that can not reach each other, other drivers and chips, and a real
+//! external semaphore. Nodes of external semaphores, batched memory operations and conditions are reported as unknown.
 //!
 //! A fault is reported by some later call, and by every call after that, with the name of the op or graph that was in
 //! flight where that is only one, else with those that were.
