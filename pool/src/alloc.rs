@@ -238,13 +238,19 @@ impl Shared {
             if let Some(raw) = self.alloc_cross(request, purpose, stream, false)? {
                 return Ok(raw);
             }
-            let short = match self.grow(&cold, request, purpose, stream, notices) {
+            let mut short = match self.grow(&cold, request, purpose, stream, false, notices) {
                 Ok(()) => continue,
                 Err(short) => short,
             };
             // Before anybody's memory goes: anywhere at all.
             if let Some(raw) = self.alloc_cross(request, purpose, stream, true)? {
                 return Ok(raw);
+            }
+            if keeps_addresses(self.config.mode) {
+                short = match self.grow(&cold, request, purpose, stream, true, notices) {
+                    Ok(()) => continue,
+                    Err(short) => short,
+                };
             }
             let (bytes, driver) = match short {
                 Short::Fail(error) => return Err(error),

@@ -13,7 +13,7 @@ use crate::handshake::{Begun, Cleared, Patience, begin};
 use crate::mutant;
 use crate::retire::Victim;
 use crate::shared::{Cold, Notices, Shared};
-use crate::state::{Backing, Home, Leftover, Outside, Site, State};
+use crate::state::{Backing, Home, Leftover, Outside, Site, Spare, State};
 use crate::victims::takeable;
 use crate::{PoolError, RetireReason};
 
@@ -22,6 +22,10 @@ use crate::{PoolError, RetireReason};
 pub(crate) enum Reason {
     /// Somebody needs it more.
     OutOfMemory,
+    /// vmm: free chunks go under another range. They stay with the pool.
+    Stitch,
+    /// vmm: the pages of idle graphs go under another range. They stay with the pool.
+    Move,
     /// The slab table is full.
     SlotTable,
     /// The caller asked.
@@ -30,6 +34,13 @@ pub(crate) enum Reason {
     GarbageCollection,
     /// The pool is closing.
     Drop,
+}
+
+impl Reason {
+    /// Whether chunks stay with the pool, mapped nowhere, for the range that they are meant for.
+    fn keeps_chunks(self) -> bool {
+        matches!(self, Self::Stitch | Self::Move)
+    }
 }
 
 /// What goes back.
@@ -77,7 +88,7 @@ impl Shared {
                 self.put_back(parcel);
                 continue;
             }
-            match self.send(parcel, notices) {
+            match self.send(parcel, reason, notices) {
                 Ok(bytes) => freed += bytes,
                 Err((bytes, error)) => {
                     freed += bytes;
@@ -86,8 +97,16 @@ impl Shared {
             }
         }
         let mut state = self.lock();
-        state.counters.give_backs += 1;
-        state.counters.given_back_bytes += freed;
+        let counters = &mut state.counters;
+        if reason == Reason::Stitch {
+            counters.stitches += 1;
+            counters.stitched_bytes += freed;
+        } else {
+            counters.give_backs += 1;
+        }
+        if !reason.keeps_chunks() {
+            counters.given_back_bytes += freed;
+        }
         state.note_reserved();
         let epoch = state.counters.epoch_bumps;
         drop(state);
@@ -145,17 +164,17 @@ impl Shared {
     }
 
     /// The driver calls for one parcel, and the books after them.
-    fn send(&self, going: Going, notices: &mut Notices) -> Result<u64, (u64, DriverError)> {
+    fn send(&self, going: Going, reason: Reason, notices: &mut Notices) -> Result<u64, (u64, DriverError)> {
         match going.parcel {
             Parcel::Claim { heap, claim } => match claim.chunks.clone() {
-                Some(chunks) => self.send_chunks(heap, &claim, chunks),
+                Some(chunks) => self.send_chunks(heap, &claim, chunks, reason),
                 None => self.send_slab(heap, &claim),
             },
             Parcel::Pages { record, home, segment, chunks } => {
                 let mut gone = Vec::new();
                 let mut failed = None;
                 for range in &chunks {
-                    let (bytes, error) = self.unmap_chunks(home.heap, segment, range.clone());
+                    let (bytes, error) = self.unmap_chunks(home.heap, segment, range.clone(), reason);
                     if bytes > 0 {
                         gone.push(range.start..range.start + (bytes / self.chunk_bytes) as u32);
                     }
@@ -188,8 +207,14 @@ impl Shared {
         }
     }
 
-    fn send_chunks(&self, heap: usize, claim: &Claim, chunks: Range<u32>) -> Result<u64, (u64, DriverError)> {
-        let (bytes, error) = self.unmap_chunks(heap, claim.segment, chunks.clone());
+    fn send_chunks(
+        &self,
+        heap: usize,
+        claim: &Claim,
+        chunks: Range<u32>,
+        reason: Reason,
+    ) -> Result<u64, (u64, DriverError)> {
+        let (bytes, error) = self.unmap_chunks(heap, claim.segment, chunks.clone(), reason);
         let gone = (bytes / self.chunk_bytes) as u32;
         let mut state = self.lock();
         let state = &mut *state;
@@ -212,7 +237,13 @@ impl Shared {
     }
 
     /// Takes the pages of chunks away, in order; the bytes that went, and what stopped it.
-    fn unmap_chunks(&self, heap: usize, segment: SegmentKey, chunks: Range<u32>) -> (u64, Option<DriverError>) {
+    fn unmap_chunks(
+        &self,
+        heap: usize,
+        segment: SegmentKey,
+        chunks: Range<u32>,
+        reason: Reason,
+    ) -> (u64, Option<DriverError>) {
         let mut gone = 0;
         for chunk in chunks {
             let place = match self.lock().segment_backing(heap, segment) {
@@ -226,12 +257,18 @@ impl Shared {
             if let Err(error) = self.driver.unmap(at, self.chunk_bytes as usize) {
                 return (gone, Some(error));
             }
-            self.release_chunk(handle);
+            if !reason.keeps_chunks() {
+                self.release_chunk(handle);
+            }
             let mut state = self.lock();
+            let state = &mut *state;
             if let Some(Backing::Range { chunks, .. }) = state.segment_backing(heap, segment)
                 && let Some(place) = chunks.get_mut(chunk as usize)
             {
                 *place = None;
+            }
+            if reason.keeps_chunks() {
+                state.spare.push(Spare { handle, bytes: self.chunk_bytes });
             }
             state.tally.segments.sub(1);
             gone += self.chunk_bytes;
@@ -285,6 +322,35 @@ impl Shared {
             self.keep_leftover(Leftover::Mapped(at, handle, self.chunk_bytes));
         } else {
             self.release_chunk(handle);
+        }
+    }
+
+    /// Gives chunks back that are mapped nowhere, just enough; the bytes that went.
+    pub(crate) fn give_spare(&self, _cold: &Cold<'_>, want_bytes: u64) -> Result<u64, DriverError> {
+        let mut freed = 0;
+        while freed < want_bytes {
+            let Some(spare) = self.lock().spare.pop() else { break };
+            let done = self.driver.bind().and_then(|()| self.driver.release(spare.handle));
+            let mut state = self.lock();
+            if done.is_err() {
+                state.spare.push(spare);
+            } else {
+                freed += spare.bytes;
+                state.counters.given_back_bytes += spare.bytes;
+            }
+            state.note_reserved();
+            drop(state);
+            done?;
+        }
+        Ok(freed)
+    }
+
+    /// Undoes a map of a chunk that was taken from elsewhere; it waits for another range.
+    pub(crate) fn undo_move(&self, at: DevicePtr, handle: PhysHandle) {
+        if again(|| Ok(self.driver.unmap(at, self.chunk_bytes as usize)?)).is_err() {
+            self.keep_leftover(Leftover::Mapped(at, handle, self.chunk_bytes));
+        } else {
+            self.lock().spare.push(Spare { handle, bytes: self.chunk_bytes });
         }
     }
 
@@ -368,7 +434,9 @@ impl Shared {
             let mut state = self.lock();
             let backing: Vec<Backing> = state.backing.iter_mut().flat_map(std::mem::take).flatten().collect();
             let records = std::mem::take(&mut state.records);
-            (backing, records, std::mem::take(&mut state.leftovers))
+            let mut leftovers = std::mem::take(&mut state.leftovers);
+            leftovers.extend(state.spare.drain(..).map(|s| Leftover::Chunk(s.handle, s.bytes)));
+            (backing, records, leftovers)
         };
         let mut notices = Notices::default();
         let host = records.into_iter().filter_map(|(_, record)| match record.site {

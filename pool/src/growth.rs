@@ -11,7 +11,7 @@ use crate::driver::{DevicePtr, DriverError, DriverErrorKind, PhysHandle};
 use crate::give_back::{Parcel, Reason};
 use crate::handshake::Patience;
 use crate::shared::{Cold, Notices, Shared};
-use crate::state::{Backing, Leftover, State};
+use crate::state::{Backing, Leftover, Spare, State};
 use crate::{PoolError, PoolMode, Purpose, Stream};
 
 /// Why the pool could not grow.
@@ -46,44 +46,77 @@ pub(crate) fn short(error: DriverError, bytes: u64) -> Short {
 }
 
 impl Shared {
-    /// Takes from the driver what the request lacks.
+    /// Takes from the driver what the request lacks. `stitch` (vmm): first take what is free elsewhere in the pool,
+    /// busy or not.
     pub(crate) fn grow(
         &self,
         cold: &Cold<'_>,
         request: &Request,
         purpose: Purpose,
         stream: &Stream,
+        stitch: bool,
         notices: &mut Notices,
     ) -> Result<(), Short> {
         self.driver.bind().map_err(PoolError::from)?;
         match self.config.mode {
-            PoolMode::Vmm => self.grow_chunks(cold, request, purpose, stream),
+            PoolMode::Vmm => self.grow_chunks(cold, request, purpose, stream, stitch, notices),
             PoolMode::Slab => self.grow_slab(cold, request, purpose, notices),
         }
     }
 
     // ---- vmm
 
-    fn grow_chunks(&self, cold: &Cold<'_>, request: &Request, purpose: Purpose, stream: &Stream) -> Result<(), Short> {
+    fn grow_chunks(
+        &self,
+        cold: &Cold<'_>,
+        request: &Request,
+        purpose: Purpose,
+        stream: &Stream,
+        stitch: bool,
+        notices: &mut Notices,
+    ) -> Result<(), Short> {
         let heap = purpose.index();
         let plan = {
             let mut state = self.lock();
             let key = self.stream_key(&mut state, stream);
             state.heaps[heap].plan_growth(request, key)
         };
-        let Some(Growth { segment, chunks }) = plan else {
+        let Some(Growth { segment, chunks, window }) = plan else {
             return self.reserve_range(request, heap);
         };
         let bytes: u64 = chunks.iter().map(|r| r.len() as u64 * self.chunk_bytes).sum();
-        if let Some(over) = over_limit(&self.lock(), bytes) {
+        self.gather_idle(cold, bytes, &window, notices);
+        if stitch {
+            let over = self.lack(bytes).1;
+            self.gather(cold, over, &window, notices)?;
+        }
+        let (lack, over) = self.lack(bytes);
+        if over > 0 {
             return Err(Short::Limit(over));
         }
-        self.map_chunks(cold, heap, segment, &chunks).map_err(|e| short(e, bytes))?;
+        let mapped = match self.map_chunks(cold, heap, segment, &chunks) {
+            // No limit told how short it would be: all that is free may be needed.
+            Err(error) if stitch && error.is_out_of_memory() => {
+                if self.gather(cold, lack, &window, notices)? == 0 {
+                    return Err(short(error, lack));
+                }
+                self.map_chunks(cold, heap, segment, &chunks)
+            }
+            mapped => mapped,
+        };
+        mapped.map_err(|e| short(e, self.lack(bytes).0.max(self.chunk_bytes)))?;
         tracing::debug!(pool = self.id.0, bytes, segment = segment.index(), epoch = self.epoch_now(), "mapped");
         Ok(())
     }
 
-    /// Puts pages under chunks, all or none, and tells the heap.
+    /// What of `bytes` would have to be made anew, and how far that would go over the byte limit.
+    pub(crate) fn lack(&self, bytes: u64) -> (u64, u64) {
+        let state = self.lock();
+        let lack = bytes.saturating_sub(state.spare_bytes(self.chunk_bytes));
+        (lack, if lack == 0 { 0 } else { over_limit(&state, lack).unwrap_or(0) })
+    }
+
+    /// Puts pages under chunks, all or none, and tells the heap. Chunks that wait for a range go first.
     pub(crate) fn map_chunks(
         &self,
         _cold: &Cold<'_>,
@@ -98,16 +131,23 @@ impl Shared {
             _ => return Err(DriverError::new("map", self.device, DriverErrorKind::InvalidValue("no such segment"))),
         };
         let at = |chunk: u32| DevicePtr(base.0 + u64::from(chunk) * self.chunk_bytes);
-        let mut done: Vec<(u32, PhysHandle)> = Vec::new();
+        // Whether the chunk came from elsewhere in the pool.
+        let mut done: Vec<(u32, PhysHandle, bool)> = Vec::new();
         let mut mapped = || -> Result<(), DriverError> {
             for range in chunks {
                 for chunk in range.clone() {
-                    let handle = self.driver.create(chunk_bytes)?;
+                    let spare = self.lock().take_spare(self.chunk_bytes);
+                    let moved = spare.is_some();
+                    let handle = spare.map_or_else(|| self.driver.create(chunk_bytes), Ok)?;
                     if let Err(error) = self.driver.map(at(chunk), chunk_bytes, 0, handle) {
-                        self.release_chunk(handle);
+                        if moved {
+                            self.lock().spare.push(Spare { handle, bytes: self.chunk_bytes });
+                        } else {
+                            self.release_chunk(handle);
+                        }
                         return Err(error);
                     }
-                    done.push((chunk, handle));
+                    done.push((chunk, handle, moved));
                 }
                 self.driver.set_access(at(range.start), range.len() * chunk_bytes, &[self.device])?;
             }
@@ -118,15 +158,19 @@ impl Shared {
             if crate::mutant::is("failed-map-leaks") {
                 return Err(error);
             }
-            for (chunk, handle) in done {
-                self.undo_map(at(chunk), handle);
+            for (chunk, handle, moved) in done {
+                if moved {
+                    self.undo_move(at(chunk), handle);
+                } else {
+                    self.undo_map(at(chunk), handle);
+                }
             }
             return Err(error);
         }
         let mut state = self.lock();
         let state = &mut *state;
         if let Some(Backing::Range { chunks: handles, .. }) = state.segment_backing(heap, segment) {
-            for (chunk, handle) in done {
+            for (chunk, handle, _) in done {
                 if let Some(place) = handles.get_mut(chunk as usize) {
                     *place = Some(handle);
                 }

@@ -34,6 +34,7 @@ mod staging;
 mod stale;
 mod state;
 mod stats;
+mod stitch;
 mod stream;
 mod sync;
 mod token;

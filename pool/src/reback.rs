@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::core::SegmentKey;
 use crate::driver::DevicePtr;
-use crate::growth::{Short, over_limit, short};
+use crate::growth::{Short, short};
 use crate::register::judge;
 use crate::shared::{Cold, Notices, Shared};
 use crate::state::Home;
@@ -85,13 +85,15 @@ impl Shared {
 
     fn fill(&self, cold: &Cold<'_>, graph: usize, hole: &Hole, notices: &mut Notices) -> Result<(), PoolError> {
         let bytes: u64 = hole.chunks.iter().map(|r| r.len() as u64 * self.chunk_bytes).sum();
+        // Free chunks first: they are there, and the peak stays where it is.
+        let lack = self.lack(bytes).0;
+        self.gather(cold, lack, &(0..0), notices)?;
         loop {
-            let over = over_limit(&self.lock(), bytes);
-            let shortage = match over {
-                Some(over) => Short::Limit(over),
-                None => match self.map_chunks(cold, hole.home.heap, hole.segment, &hole.chunks) {
+            let shortage = match self.lack(bytes) {
+                (_, over) if over > 0 => Short::Limit(over),
+                (lack, _) => match self.map_chunks(cold, hole.home.heap, hole.segment, &hole.chunks) {
                     Ok(()) => break,
-                    Err(error) => short(error, bytes),
+                    Err(error) => short(error, lack.max(self.chunk_bytes)),
                 },
             };
             let (short_bytes, driver) = match shortage {

@@ -230,6 +230,13 @@ pub(crate) enum Backing {
     Range { ptr: DevicePtr, bytes: u64, chunks: Vec<Option<PhysHandle>> },
 }
 
+/// A physical chunk that is mapped nowhere: it was taken from under one range and waits for another.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Spare {
+    pub(crate) handle: PhysHandle,
+    pub(crate) bytes: u64,
+}
+
 /// Things that left the books but that the driver would not take back yet. Tried again whenever memory moves.
 #[derive(Debug)]
 pub(crate) enum Leftover {
@@ -272,6 +279,10 @@ pub(crate) struct State {
     pub(crate) graphs: Slab<Graph>,
     pub(crate) arenas: Slab<(StreamKey, StreamKey)>,
     pub(crate) leftovers: Vec<Leftover>,
+    /// Chunks without a range (vmm). The next growth takes them before it makes new ones.
+    pub(crate) spare: Vec<Spare>,
+    /// Bytes that were moved where new chunks could have been made instead, ever.
+    pub(crate) moved_bytes: u64,
     pub(crate) epoch: EpochWriter,
     pub(crate) clock: u64,
     pub(crate) last_allocation: u64,
@@ -306,6 +317,8 @@ impl State {
             graphs: Slab::new(),
             arenas: Slab::new(),
             leftovers: Vec::new(),
+            spare: Vec::new(),
+            moved_bytes: 0,
             epoch: EpochWriter::new(),
             clock: 0,
             last_allocation: 0,
@@ -395,7 +408,19 @@ impl State {
                 Leftover::Host(..) => 0,
             })
             .sum();
-        self.heaps.iter().map(Heap::backed_bytes).sum::<u64>() + leftovers
+        let spare: u64 = self.spare.iter().map(|s| s.bytes).sum();
+        self.heaps.iter().map(Heap::backed_bytes).sum::<u64>() + leftovers + spare
+    }
+
+    /// Takes a chunk of this size that is mapped nowhere.
+    pub(crate) fn take_spare(&mut self, bytes: u64) -> Option<PhysHandle> {
+        let index = self.spare.iter().rposition(|s| s.bytes == bytes)?;
+        Some(self.spare.swap_remove(index).handle)
+    }
+
+    /// Bytes of chunks of this size that are mapped nowhere.
+    pub(crate) fn spare_bytes(&self, chunk_bytes: u64) -> u64 {
+        self.spare.iter().filter(|s| s.bytes == chunk_bytes).map(|s| s.bytes).sum()
     }
 
     /// Takes the heaps' word for what is reserved, after it changed.

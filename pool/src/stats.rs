@@ -62,8 +62,12 @@ pub struct PoolStats {
 pub struct Counters {
     /// Give-backs: runs of the one function through which memory leaves the pool.
     pub give_backs: u64,
-    /// Bytes that they gave back.
+    /// Bytes that they gave back to the driver. What was moved to where it was needed is not among them.
     pub given_back_bytes: u64,
+    /// Times that free chunks were moved under the range of a request or of a graph's scratch (vmm).
+    pub stitches: u64,
+    /// Bytes that were moved so.
+    pub stitched_bytes: u64,
     /// Blocks with dependents that went to another owner.
     pub reissues: u64,
     /// Blocks with dependents that lost their pages.

@@ -1,10 +1,11 @@
 //! Who has to give when memory is short, and what a trim takes.
 //!
 //! In this order, and never more than is needed:
-//! 1. free memory that no graph depends on (blocks were already joined across streams by then);
-//! 2. stitching free chunks under one range would come here (vmm): its victims are free chunks too, but nothing
-//!    would go back to the driver;
-//! 3. vmm: the pages under what idle graphs hold weakly, which a remap brings back; slab: those blocks themselves;
+//! 1. vmm: free chunks, moved under the range that lacks them (see `stitch.rs`; blocks were already joined across
+//!    streams by then);
+//! 2. slab: free slabs that no graph depends on;
+//! 3. vmm: the pages under what idle graphs hold weakly, moved likewise, which a remap brings back; slab: those blocks
+//!    themselves;
 //! 4. idle graphs, cheapest to rebuild first, for what they hold strongly;
 //! 5. slab: whole slabs that graphs still depend on weakly, fewest graphs first.
 //!
@@ -37,12 +38,17 @@ impl Shared {
             return Ok(false);
         }
         let own = need.request.map(|(_, purpose, _)| purpose);
-        if self.give_free(cold, short_bytes, own, Reason::OutOfMemory, notices)? > 0 {
+        if keeps_addresses(self.config.mode) {
+            // The free chunks around the place of a request were taken before; here they are needed elsewhere.
+            if own.is_none() && self.gather(cold, short_bytes, &(0..0), notices)? > 0 {
+                return Ok(true);
+            }
+        } else if self.give_free(cold, short_bytes, own, Reason::OutOfMemory, notices)? > 0 {
             return Ok(true);
         }
         for patience in [Patience::Skip, Patience::Wait] {
             if keeps_addresses(self.config.mode) {
-                if self.give_pages(cold, short_bytes, need.keep, patience, Reason::OutOfMemory, notices)? > 0 {
+                if self.give_pages(cold, short_bytes, need.keep, patience, Reason::Move, notices)? > 0 {
                     return Ok(true);
                 }
             } else if let Some((request, purpose, stream)) = need.request
@@ -101,7 +107,7 @@ impl Shared {
                 }
                 let books = &mut state.heaps[heap];
                 let claims = if keeps_addresses(state.mode) {
-                    books.claim_chunks(want_bytes - claimed, &usable)
+                    books.claim_chunks(want_bytes - claimed, &(0..0), &usable)
                 } else {
                     books.claim_slabs(want_bytes - claimed, &usable)
                 };
@@ -315,6 +321,7 @@ impl Shared {
     fn trim_cold(&self, cold: &Cold<'_>, target: u64, notices: &mut Notices) -> Result<usize, PoolError> {
         let start = self.lock().reserved_bytes();
         let over = || self.lock().reserved_bytes().saturating_sub(target);
+        self.give_spare(cold, over())?;
         if over() > 0 {
             self.give_free(cold, over(), None, Reason::Trim, notices)?;
         }
@@ -343,6 +350,7 @@ impl Shared {
                 self.evict(graph, Patience::Wait, &mut notices);
             }
             // Silent: what the driver refuses now is tried again with the last slice.
+            let _ = self.give_spare(&cold, u64::MAX);
             let _ = self.give_free(&cold, u64::MAX, None, Reason::Drop, &mut notices);
             self.retry_leftovers(&cold, &mut notices);
         }

@@ -3,6 +3,8 @@
 use std::cmp::Reverse;
 use std::ops::Range;
 
+use smallvec::SmallVec;
+
 use super::block::NONE;
 use super::*;
 
@@ -34,10 +36,18 @@ struct Candidate {
 impl Heap {
     /// Claims whole free chunks, just enough for `want_bytes` (all there is, if less): idle ones first, then
     /// those with the fewest streams; high addresses first. A chunk counts even where its bytes are free
-    /// blocks of several streams; it does not where `usable` says no to one of them.
-    pub(crate) fn claim_chunks(&mut self, want_bytes: u64, usable: &dyn Fn(StreamKey) -> bool) -> Vec<Claim> {
+    /// blocks of several streams; it does not where `usable` says no to one of them, nor where it touches `except`.
+    pub(crate) fn claim_chunks(
+        &mut self,
+        want_bytes: u64,
+        except: &Range<u64>,
+        usable: &dyn Fn(StreamKey) -> bool,
+    ) -> Vec<Claim> {
         self.settle_completed();
         let mut candidates = self.whole_chunks(usable);
+        if !except.is_empty() {
+            candidates = candidates.into_iter().flat_map(|c| self.outside(c, except)).collect();
+        }
         candidates.sort_by_key(|c| (c.streams, Reverse(c.base)));
         let mut claims = Vec::new();
         let mut claimed_bytes = 0;
@@ -62,6 +72,24 @@ impl Heap {
             }
         }
         claims
+    }
+
+    /// What is left of a candidate without the chunks that touch a range of addresses.
+    fn outside(&self, candidate: Candidate, except: &Range<u64>) -> SmallVec<[Candidate; 2]> {
+        let Some(entry) = self.segments.get(candidate.segment as usize) else { return SmallVec::new() };
+        if except.start < entry.base || except.end > entry.end() {
+            return smallvec::smallvec![candidate];
+        }
+        let taken = entry.outer_chunks(except.start, except.end);
+        let Range { start, end } = candidate.chunks.clone();
+        [start..end.min(taken.start), start.max(taken.end)..end]
+            .into_iter()
+            .filter(|rest| !rest.is_empty())
+            .filter_map(|chunks| {
+                let (base, _) = self.chunk_span(SegmentKey(candidate.segment), &chunks)?;
+                Some(Candidate { chunks, base, ..candidate })
+            })
+            .collect()
     }
 
     fn claim(&mut self, first: u32, segment: SegmentKey, chunks: Option<Range<u32>>, base: u64, bytes: u64) -> Claim {

@@ -20,6 +20,8 @@ pub(crate) struct Growth {
     pub(crate) segment: SegmentKey,
     /// Which chunks, by number from the segment's base; ascending, apart from each other.
     pub(crate) chunks: Vec<Range<u32>>,
+    /// The place for the request: free space in it is part of the plan.
+    pub(crate) window: Range<u64>,
 }
 
 impl Heap {
@@ -52,7 +54,7 @@ impl Heap {
             }
             key = block.next;
         }
-        Some(Growth { segment: SegmentKey(segment), chunks })
+        Some(Growth { segment: SegmentKey(segment), chunks, window: window.start..end })
     }
 
     /// Size of the slab to ask the driver for, bytes, when the request fits nowhere. At least what the

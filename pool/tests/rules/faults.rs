@@ -189,6 +189,28 @@ fn pages_back() {
 }
 
 #[test]
+fn stitching() {
+    each_call(
+        |_| {
+            let rig = Rig::limited(PoolMode::Vmm, MIB);
+            let blocks: Vec<_> = (0..8).map(|_| rig.alloc(MIB / 8)).collect();
+            let kept: Vec<_> = blocks.into_iter().step_by(2).collect();
+            for slice in &kept {
+                rig.stream.fill(slice, 7).unwrap();
+            }
+            (rig, (kept, None))
+        },
+        |rig, (kept, large)| {
+            *large = Some(rig.pool.alloc::<u8>(MIB / 4, &rig.stream)?);
+            for slice in kept {
+                assert!(rig.stream.download(slice)?.iter().all(|&b| b == 7));
+            }
+            Ok(())
+        },
+    );
+}
+
+#[test]
 fn host_memory() {
     each_call(
         |mode| (Rig::new(mode), None),

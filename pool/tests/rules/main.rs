@@ -11,4 +11,5 @@ mod outside;
 mod process;
 mod retire;
 mod slices;
+mod stitch;
 mod windows;

@@ -44,6 +44,12 @@ const ROWS: &[(&str, &str, &str)] = &[
         "window-stays-open",
         "windows::a_panic_inside_the_window_leaves_stream_and_pool_usable",
     ),
+    ("stitch before give-back", "no-stitch", "stitch::a_request_that_no_free_block_fits_is_served_from_several"),
+    (
+        "2 wait on the host for a move",
+        "no-wait-before-unmap",
+        "stitch::a_request_that_no_free_block_fits_is_served_from_several",
+    ),
     ("10 failure changes nothing", "failed-map-leaks", "faults::growth"),
     ("11 numbers are checked", "wrap-sizes", "slices::absurd_sizes_are_refused_and_change_nothing"),
     ("12 no lock while foreign code runs", "callback-under-lock", "retire::a_callback_may_use_the_pool"),

@@ -385,7 +385,7 @@ impl Walk {
                 let claims = if slabs {
                     self.heap.claim_slabs(want_bytes, &usable)
                 } else {
-                    self.heap.claim_chunks(want_bytes, &usable)
+                    self.heap.claim_chunks(want_bytes, &(0..0), &usable)
                 };
                 if !slabs {
                     self.enough(&claims, want_bytes);

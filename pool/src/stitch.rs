@@ -1,0 +1,86 @@
+//! Stitching (vmm): free chunks of several places go under one new range.
+//!
+//! Address space is plentiful, physical memory is not. Where no free block fits, the chunks that lie free elsewhere
+//! are taken from under their ranges and mapped where the request will be, and nothing goes back to the driver. A
+//! chunk is one physical handle and has one range at any time: the host waits for all streams that used it, it is unmapped,
+//! waits among the spare chunks, and is mapped anew. No token stands on free memory, so no graph notices.
+//!
+//! Taken from: whatever is free, when the pool may not grow ([`Shared::gather`]); and, while it may, only what is idle as
+//! the host saw it ([`Shared::gather_idle`]). The second kind keeps the peak low, at the price of an unmap for a create.
+//! Workloads that repeat themselves could move the same chunks for ever, so new load pays for it: never more is moved
+//! so than was ever live at a time. After that the pool grows to what the workload needs, and rests.
+
+use std::ops::Range;
+
+use crate::alloc::keeps_addresses;
+use crate::core::StreamKey;
+use crate::give_back::{Parcel, Reason};
+use crate::handshake::Patience;
+use crate::shared::{Cold, Notices, Shared};
+use crate::state::State;
+use crate::{PoolError, mutant};
+
+impl Shared {
+    /// Takes free chunks outside `window` for a range that lacks `want_bytes`; the bytes that it took, to be found
+    /// among the spare chunks. Waits for the streams that used them.
+    pub(crate) fn gather(
+        &self,
+        cold: &Cold<'_>,
+        want_bytes: u64,
+        window: &Range<u64>,
+        notices: &mut Notices,
+    ) -> Result<u64, PoolError> {
+        if want_bytes == 0 || !keeps_addresses(self.config.mode) || mutant::is("no-stitch") {
+            return Ok(0);
+        }
+        let parcels = {
+            let mut state = self.lock();
+            let state = &mut *state;
+            let streams = &state.streams;
+            claim(&mut state.heaps, want_bytes, window, &|key| State::usable(streams, key))
+        };
+        self.give_back(cold, parcels, Reason::Stitch, Patience::Skip, notices)
+    }
+
+    /// Before a growth by `bytes` makes new chunks: idle free ones, as far as the load's peak pays for it.
+    pub(crate) fn gather_idle(&self, cold: &Cold<'_>, bytes: u64, window: &Range<u64>, notices: &mut Notices) {
+        let parcels = {
+            let mut state = self.lock();
+            let state = &mut *state;
+            state.note_active();
+            let paid = state.tally.active_peak.saturating_sub(state.moved_bytes);
+            let want = bytes.saturating_sub(state.spare_bytes(self.chunk_bytes)).min(paid);
+            // A look at every block is for those times only when there may be something to find.
+            let worth = state.heaps.iter().any(|h| h.largest_free_bytes() >= self.chunk_bytes);
+            if want == 0 || !worth || mutant::is("no-stitch") {
+                return;
+            }
+            claim(&mut state.heaps, want, window, &|_| false)
+        };
+        // An error here is none of the request's: it can be served with new chunks.
+        if let Ok(taken) = self.give_back(cold, parcels, Reason::Stitch, Patience::Skip, notices) {
+            self.lock().moved_bytes += taken;
+        }
+    }
+}
+
+/// Claims whole free chunks outside `window`.
+fn claim(
+    heaps: &mut [crate::core::Heap],
+    want_bytes: u64,
+    window: &Range<u64>,
+    usable: &dyn Fn(StreamKey) -> bool,
+) -> Vec<Parcel> {
+    let mut parcels = Vec::new();
+    let mut claimed = 0;
+    for (heap, books) in heaps.iter_mut().enumerate() {
+        if claimed >= want_bytes {
+            break;
+        }
+        for claim in books.claim_chunks(want_bytes - claimed, window, usable) {
+            claimed += claim.bytes;
+            parcels.push(Parcel::claim(heap, claim));
+        }
+    }
+    parcels
+}
