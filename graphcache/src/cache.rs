@@ -228,6 +228,9 @@ impl Inner {
         if graph.bound.as_slice() != request.bound || entry.is_invalid() {
             return None;
         }
+        if graph.reaches.beyond(request.touches).is_some() {
+            return None;
+        }
         let launched = graph.launch()?;
         tempo.ran();
         entry.note_use(self.now());

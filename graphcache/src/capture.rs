@@ -11,6 +11,7 @@ use evergraph_pool::{
 use smallvec::SmallVec;
 
 use crate::graph::OwnedGraph;
+use crate::reach::Reaches;
 use crate::scan::{Found, Layouts, Scan, Shape, scan};
 use crate::scope::{Keep, Lost, Miss, Notes};
 use crate::seal::{Seal, take_not_loaded};
@@ -23,6 +24,7 @@ pub(crate) struct Captured {
     pub(crate) shape: Shape,
     pub(crate) registrations: SmallVec<[Registration; 2]>,
     pub(crate) keeps: SmallVec<[Keep; 4]>,
+    pub(crate) reaches: Reaches,
     pub(crate) zeroed: Vec<(DevicePtr, usize)>,
     pub(crate) opaque: Option<String>,
     /// Undeclared pointers that were pinned.
@@ -159,6 +161,7 @@ pub(crate) fn capture<E>(
         shape: scan.shape,
         registrations,
         keeps: notes.take_keeps(),
+        reaches: notes.reaches.take(),
         zeroed: notes.zeroed.take(),
         opaque: scan.opaque,
         undeclared,

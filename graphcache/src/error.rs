@@ -1,7 +1,7 @@
 //! What can go wrong.
 
 use evergraph_pool::driver::{DeviceOrdinal, DevicePtr, DriverError};
-use evergraph_pool::{PoolError, PoolId, Stale};
+use evergraph_pool::{AllocationId, PoolError, PoolId, Stale};
 
 /// Errors of the cache. The stream and the pools stay usable after each of them.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -59,6 +59,18 @@ pub enum CacheError {
     /// [`invalidate`](crate::GraphCache::invalidate) the graph.
     #[error("the graph reads bytes that were lost ({0}); fill them again and invalidate the graph")]
     ContentLost(Stale),
+    /// A run that reaches further into a growable slice than the slice has grown. Nothing was queued.
+    #[error(
+        "the run touches {touched_bytes} bytes of allocation {allocation}, which has grown to {there_bytes}; grow it first"
+    )]
+    NotGrown {
+        /// Which slice.
+        allocation: AllocationId,
+        /// How far the run reaches, bytes.
+        touched_bytes: usize,
+        /// How far the slice has grown, bytes.
+        there_bytes: usize,
+    },
     /// A run inside the capture of another graph.
     #[error("a cached graph can not run inside the capture of another one")]
     Nested,

@@ -14,6 +14,7 @@ use crate::CaptureModeGuard;
 use crate::cache::Inner;
 use crate::counters::Tally;
 use crate::key::FullKey;
+use crate::reach::Reaches;
 use crate::scan::Shape;
 use crate::scope::Keep;
 
@@ -187,6 +188,8 @@ pub(crate) struct Graph {
     pub(crate) bytes: usize,
     /// Zeroed scratch of its own window.
     pub(crate) zeroed: Vec<(DevicePtr, usize)>,
+    /// The growable slices in it.
+    pub(crate) reaches: Reaches,
     /// The allocations that the request named when it was captured.
     pub(crate) bound: SmallVec<[AllocationId; 4]>,
     /// How long it took to read it back.

@@ -70,6 +70,7 @@ mod lru;
 mod module;
 mod near;
 mod outcome;
+mod reach;
 mod repair;
 mod request;
 mod scan;

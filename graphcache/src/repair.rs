@@ -262,7 +262,7 @@ impl<E: From<CacheError>> Run<'_, '_, E> {
                 return self.eager(Cause::CaptureLost);
             }
         };
-        let Captured { graph, shape, registrations, keeps, zeroed, opaque, undeclared, .. } = captured;
+        let Captured { graph, shape, registrations, keeps, reaches, zeroed, opaque, undeclared, .. } = captured;
         let (costs, tally) = (&self.inner.costs, &self.inner.tally);
         let nodes = shape.nodes.len();
         costs.measured(Step::Capture, nodes, captured.capture_took);
@@ -302,7 +302,8 @@ impl<E: From<CacheError>> Run<'_, '_, E> {
         }
         let bound = SmallVec::from_slice(self.request.bound);
         let scan_us = captured.scan_took.as_secs_f32() * 1e6;
-        let graph = Graph { launcher, exec, parts, handle, launches: 0, opaque, bytes, zeroed, bound, scan_us };
+        let graph =
+            Graph { launcher, exec, parts, handle, launches: 0, opaque, bytes, zeroed, reaches, bound, scan_us };
         self.work.state.graph = Some(graph);
         let ran = match (self.work.state.captured, updated) {
             (false, _) => Ran::Captured,
@@ -429,6 +430,9 @@ impl<E: From<CacheError>> Run<'_, '_, E> {
 
     fn launch(&mut self, ran: Ran, cause: Option<Cause>) -> Result<Option<Outcome>, E> {
         let state = &mut self.work.state;
+        if let Some(error) = state.graph.as_ref().and_then(|graph| graph.reaches.beyond(self.request.touches)) {
+            return Err(self.inner.refused(error));
+        }
         let Some(launched) = state.graph.as_mut().and_then(Graph::launch) else { return Ok(None) };
         state.tempo.ran();
         launched.map_err(|e| self.inner.refused::<E>(e))?;

@@ -1,6 +1,6 @@
 //! What a run is asked for.
 
-use evergraph_pool::{AllocationId, Pool, ScratchPolicy, Stream};
+use evergraph_pool::{AllocationId, Pool, ScratchPolicy, Stream, Touch};
 
 use crate::GraphKey;
 use crate::key::FullKey;
@@ -14,6 +14,7 @@ pub struct Request<'a> {
     pub(crate) stream: &'a Stream,
     pub(crate) policy: ScratchPolicy,
     pub(crate) bound: &'a [AllocationId],
+    pub(crate) touches: &'a [Touch],
     pub(crate) modules: u64,
 }
 
@@ -21,7 +22,7 @@ impl<'a> Request<'a> {
     /// The graph of `key` on `stream`, with scratch from `pool`, pinned.
     #[must_use]
     pub fn new(key: &'a GraphKey, pool: &'a Pool, stream: &'a Stream) -> Self {
-        Self { key, pool, others: &[], stream, policy: ScratchPolicy::Pin, bound: &[], modules: 0 }
+        Self { key, pool, others: &[], stream, policy: ScratchPolicy::Pin, bound: &[], touches: &[], modules: 0 }
     }
 
     /// What happens to memory handed out inside the capture.
@@ -44,6 +45,14 @@ impl<'a> Request<'a> {
     #[must_use]
     pub fn bound(mut self, allocations: &'a [AllocationId]) -> Self {
         self.bound = allocations;
+        self
+    }
+
+    /// How far this run reaches into growable slices. One that is not named is touched to the end of what the closure
+    /// declares of it. A run that reaches further than a slice has grown is refused: nothing is queued.
+    #[must_use]
+    pub fn touches(mut self, touches: &'a [Touch]) -> Self {
+        self.touches = touches;
         self
     }
 

@@ -11,6 +11,7 @@ use evergraph_pool::{
 };
 use smallvec::SmallVec;
 
+use crate::reach::{Reach, Reaches};
 use crate::{CacheError, Request};
 
 /// What an owner of a captured graph's odds and ends looks like.
@@ -42,6 +43,8 @@ pub(crate) struct Notes {
     /// All scratch of the capture.
     pub(crate) handed: RefCell<Vec<Span>>,
     pub(crate) keeps: RefCell<Vec<Keep>>,
+    /// Growable slices that were declared.
+    pub(crate) reaches: RefCell<Reaches>,
     pub(crate) miss: Cell<Option<Miss>>,
 }
 
@@ -190,6 +193,7 @@ impl<'a> Scope<'a> {
         offset_bytes: usize,
         bytes: usize,
     ) -> Result<(), CacheError> {
+        self.reach(memory, offset_bytes.saturating_add(bytes))?;
         self.declare_token(memory.token(), use_, offset_bytes, bytes, self.hold)
     }
 
@@ -199,7 +203,21 @@ impl<'a> Scope<'a> {
     /// # Errors
     /// As [`declare`](Self::declare).
     pub fn declare_held(&self, memory: &(impl Tracked + ?Sized), use_: Use) -> Result<(), CacheError> {
+        self.reach(memory, memory.bytes())?;
         self.declare_token(memory.token(), use_, 0, memory.bytes(), Hold::Strong)
+    }
+
+    /// Whether memory that grows is there as far as this run goes; a graph keeps the question.
+    fn reach(&self, memory: &(impl Tracked + ?Sized), end_bytes: usize) -> Result<(), CacheError> {
+        let Some(extent) = memory.extent() else { return Ok(()) };
+        let reach = Reach { allocation: memory.token().allocation, end_bytes, extent: extent.clone() };
+        if let Some(error) = reach.beyond(0, self.request.touches) {
+            return Err(error);
+        }
+        if self.capturing() {
+            self.notes.reaches.borrow_mut().add(reach);
+        }
+        Ok(())
     }
 
     /// Declares a table of addresses and everything that it points at. A scan sees the table's own address only.

@@ -340,7 +340,6 @@ impl Books {
         let Some(slot) = state.streams.get_mut(raw.stream.0 as usize) else { return };
         slot.live = slot.live.saturating_sub(1);
         let window = slot.window;
-        state.tally.requested.sub(raw.bytes as u64);
         state.tally.slices.sub(1);
         if crate::mutant::is("epoch-on-every-free") {
             state.epoch.bump();
@@ -351,10 +350,14 @@ impl Books {
             let now = state.tick();
             let freed = state.heaps[home.heap].free(raw.block, Uses::one(raw.stream), now);
             debug_assert!(freed.is_ok(), "a live block is used: {freed:?}");
+            state.tally.requested.sub(raw.bytes as u64);
             state.tally.allocated.sub(freed.unwrap_or(0));
         } else {
             let bytes = state.heaps[home.heap].span(raw.block).map_or(0, |s| s.1);
-            state.tally.allocated.sub(bytes);
+            let grown = state.growing.remove(&home).map(|g| (g.requested_bytes, g.allocated_bytes));
+            let (requested, allocated) = grown.unwrap_or((raw.bytes as u64, bytes));
+            state.tally.requested.sub(requested);
+            state.tally.allocated.sub(allocated);
             state.free_slow(home, window, raw, bytes);
         }
         if state.closed {

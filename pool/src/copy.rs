@@ -3,17 +3,52 @@
 use zerocopy::IntoBytes;
 
 use crate::driver::host_memory::{download, upload};
-use crate::{DeviceSlice, Element, HostBuffer, PoolError, Stream};
+use crate::{DeviceSlice, Element, GrowableSlice, HostBuffer, PoolError, Stream, Tracked};
+
+/// Typed device memory of a pool, to copy from and to: a slice, or what there is of a growable one.
+pub trait Elements<T: Element>: Tracked + sealed::Sealed {
+    /// How many elements are there.
+    fn count(&self) -> usize;
+    /// See [`DeviceSlice::record_stream`].
+    ///
+    /// # Errors
+    /// `OtherDevice`.
+    fn record(&self, stream: &Stream) -> Result<(), PoolError>;
+}
+
+mod sealed {
+    pub trait Sealed {}
+    impl<T: super::Element> Sealed for super::DeviceSlice<T> {}
+    impl<T: super::Element> Sealed for super::GrowableSlice<T> {}
+}
+
+impl<T: Element> Elements<T> for DeviceSlice<T> {
+    fn count(&self) -> usize {
+        self.len()
+    }
+    fn record(&self, stream: &Stream) -> Result<(), PoolError> {
+        self.record_stream(stream)
+    }
+}
+
+impl<T: Element> Elements<T> for GrowableSlice<T> {
+    fn count(&self) -> usize {
+        self.len()
+    }
+    fn record(&self, stream: &Stream) -> Result<(), PoolError> {
+        self.record_stream(stream)
+    }
+}
 
 impl Stream {
     /// Copies `data` into the start of `dst` and waits for it.
     ///
     /// # Errors
     /// `Length` if it does not fit; `Capturing`; `OtherDevice`; those of the driver.
-    pub fn upload<T: Element>(&self, data: &[T], dst: &DeviceSlice<T>) -> Result<(), PoolError> {
+    pub fn upload<T: Element>(&self, data: &[T], dst: &impl Elements<T>) -> Result<(), PoolError> {
         self.not_capturing("a copy from plain host memory")?;
-        fits(data.len(), dst.len())?;
-        dst.record_stream(self)?;
+        fits(data.len(), dst.count())?;
+        dst.record(self)?;
         Ok(upload(self.driver(), dst.ptr(), data.as_bytes(), self.handle())?)
     }
 
@@ -21,8 +56,8 @@ impl Stream {
     ///
     /// # Errors
     /// `Capturing`; `OtherDevice`; those of the driver.
-    pub fn download<T: Element>(&self, src: &DeviceSlice<T>) -> Result<Vec<T>, PoolError> {
-        let mut out = vec![T::new_zeroed(); src.len()];
+    pub fn download<T: Element>(&self, src: &impl Elements<T>) -> Result<Vec<T>, PoolError> {
+        let mut out = vec![T::new_zeroed(); src.count()];
         self.download_into(src, &mut out)?;
         Ok(out)
     }
@@ -31,10 +66,10 @@ impl Stream {
     ///
     /// # Errors
     /// `Length` if `out` is longer; `Capturing`; `OtherDevice`; those of the driver.
-    pub fn download_into<T: Element>(&self, src: &DeviceSlice<T>, out: &mut [T]) -> Result<(), PoolError> {
+    pub fn download_into<T: Element>(&self, src: &impl Elements<T>, out: &mut [T]) -> Result<(), PoolError> {
         self.not_capturing("a copy to plain host memory")?;
-        fits(out.len(), src.len())?;
-        src.record_stream(self)?;
+        fits(out.len(), src.count())?;
+        src.record(self)?;
         Ok(download(self.driver(), out.as_mut_bytes(), src.ptr(), self.handle())?)
     }
 
@@ -42,37 +77,37 @@ impl Stream {
     ///
     /// # Errors
     /// `Length` if it does not fit; `OtherDevice`; those of the driver.
-    pub fn copy<T: Element>(&self, src: &DeviceSlice<T>, dst: &DeviceSlice<T>) -> Result<(), PoolError> {
-        fits(src.len(), dst.len())?;
-        src.record_stream(self)?;
-        dst.record_stream(self)?;
-        if src.is_empty() {
+    pub fn copy<T: Element>(&self, src: &impl Elements<T>, dst: &impl Elements<T>) -> Result<(), PoolError> {
+        fits(src.count(), dst.count())?;
+        src.record(self)?;
+        dst.record(self)?;
+        if src.count() == 0 {
             return Ok(());
         }
         self.driver().bind()?;
-        Ok(self.driver().memcpy_dtod(dst.ptr(), src.ptr(), src.bytes(), self.handle())?)
+        Ok(self.driver().memcpy_dtod(dst.ptr(), src.ptr(), src.count() * size_of::<T>(), self.handle())?)
     }
 
     /// Queues setting every byte of `dst` to `value`. May be captured.
     ///
     /// # Errors
     /// `OtherDevice`; those of the driver.
-    pub fn fill<T: Element>(&self, dst: &DeviceSlice<T>, value: u8) -> Result<(), PoolError> {
-        dst.record_stream(self)?;
-        if dst.is_empty() {
+    pub fn fill<T: Element>(&self, dst: &impl Elements<T>, value: u8) -> Result<(), PoolError> {
+        dst.record(self)?;
+        if dst.count() == 0 {
             return Ok(());
         }
         self.driver().bind()?;
-        Ok(self.driver().memset_d8(dst.ptr(), value, dst.bytes(), self.handle())?)
+        Ok(self.driver().memset_d8(dst.ptr(), value, dst.count() * size_of::<T>(), self.handle())?)
     }
 
     /// Queues a copy of a host buffer into the start of `dst`. May be captured: declare the buffer then.
     ///
     /// # Errors
     /// `Length` if it does not fit; `OtherDevice`; those of the driver.
-    pub fn copy_from_host<T: Element>(&self, src: &HostBuffer<T>, dst: &DeviceSlice<T>) -> Result<(), PoolError> {
-        fits(src.len(), dst.len())?;
-        dst.record_stream(self)?;
+    pub fn copy_from_host<T: Element>(&self, src: &HostBuffer<T>, dst: &impl Elements<T>) -> Result<(), PoolError> {
+        fits(src.len(), dst.count())?;
+        dst.record(self)?;
         src.shared.copy_host(src.tracked, self, |pinned, handle| {
             pinned.copy_to_device(dst.ptr(), src.len() * size_of::<T>(), handle)
         })
@@ -82,9 +117,9 @@ impl Stream {
     ///
     /// # Errors
     /// `Length` if the buffer is longer; `OtherDevice`; those of the driver.
-    pub fn copy_to_host<T: Element>(&self, src: &DeviceSlice<T>, dst: &HostBuffer<T>) -> Result<(), PoolError> {
-        fits(dst.len(), src.len())?;
-        src.record_stream(self)?;
+    pub fn copy_to_host<T: Element>(&self, src: &impl Elements<T>, dst: &HostBuffer<T>) -> Result<(), PoolError> {
+        fits(dst.len(), src.count())?;
+        src.record(self)?;
         dst.shared.copy_host(dst.tracked, self, |pinned, handle| {
             pinned.copy_from_device(src.ptr(), dst.len() * size_of::<T>(), handle)
         })

@@ -50,6 +50,8 @@ pub(crate) enum Parcel {
     Claim { heap: usize, claim: Claim },
     /// The pages under a block that only idle graphs still hold, and weakly; the address stays theirs.
     Pages { record: usize, home: Home, segment: SegmentKey, chunks: Vec<Range<u32>> },
+    /// What lies behind the extent of a growable slice.
+    Surplus { record: usize, home: Home, segment: SegmentKey, chunks: Vec<Range<u32>> },
 }
 
 impl Parcel {
@@ -129,12 +131,20 @@ impl Shared {
                     going.push(Going { parcel, retired: None });
                     continue;
                 }
-                Parcel::Pages { record, home, chunks, .. } => (*record, *home, chunks),
+                Parcel::Pages { record, home, chunks, .. } | Parcel::Surplus { record, home, chunks, .. } => {
+                    (*record, *home, chunks)
+                }
             };
+            let surplus = matches!(parcel, Parcel::Surplus { .. });
             let victim = Victim::record(record);
             let mut state = self.lock();
             // The lock was let go since it was picked: its graphs may be gone, and the block somebody else's.
-            if !still_takeable(&state, record, home, chunks) {
+            let there = if surplus {
+                state.still_surplus(home, chunks, self.chunk_bytes)
+            } else {
+                still_takeable(&state, record, home, chunks)
+            };
+            if !there {
                 continue;
             }
             let cleared = match begin(&mut *state, &victim) {
@@ -152,7 +162,11 @@ impl Shared {
                     cleared
                 }
             };
-            uses.extend(&state.order_after(&victim, &cleared));
+            if surplus {
+                uses.extend(&state.live_uses(home, &victim, &cleared));
+            } else {
+                uses.extend(&state.order_after(&victim, &cleared));
+            }
             going.push(Going { parcel, retired: Some((victim, cleared)) });
         }
         (going, uses)
@@ -165,12 +179,13 @@ impl Shared {
 
     /// The driver calls for one parcel, and the books after them.
     fn send(&self, going: Going, reason: Reason, notices: &mut Notices) -> Result<u64, (u64, DriverError)> {
+        let surplus = matches!(going.parcel, Parcel::Surplus { .. });
         match going.parcel {
             Parcel::Claim { heap, claim } => match claim.chunks.clone() {
                 Some(chunks) => self.send_chunks(heap, &claim, chunks, reason),
                 None => self.send_slab(heap, &claim),
             },
-            Parcel::Pages { record, home, segment, chunks } => {
+            Parcel::Pages { record, home, segment, chunks } | Parcel::Surplus { record, home, segment, chunks } => {
                 let mut gone = Vec::new();
                 let mut failed = None;
                 for range in &chunks {
@@ -192,7 +207,8 @@ impl Shared {
                             let done = state.heaps[home.heap].unback_used(home.block, range.clone());
                             debug_assert!(done.is_ok(), "the chunks lie inside a held block: {done:?}");
                         }
-                        if !gone.is_empty() {
+                        // Behind the extent there is nothing that anybody could notice.
+                        if !gone.is_empty() && !surplus {
                             state.counters.unbacked += 1;
                             state.change(record, RetireReason::Unbacked, notices);
                         }

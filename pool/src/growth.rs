@@ -82,7 +82,7 @@ impl Shared {
             state.heaps[heap].plan_growth(request, key)
         };
         let Some(Growth { segment, chunks, window }) = plan else {
-            return self.reserve_range(request, heap);
+            return self.reserve_range(request, 0, heap);
         };
         let bytes: u64 = chunks.iter().map(|r| r.len() as u64 * self.chunk_bytes).sum();
         self.gather_idle(cold, bytes, &window, notices);
@@ -187,10 +187,11 @@ impl Shared {
     }
 
     /// Address space for a heap that has too little. Asks for less where the driver refuses.
-    fn reserve_range(&self, request: &Request, heap: usize) -> Result<(), Short> {
+    pub(crate) fn reserve_range(&self, request: &Request, more_bytes: u64, heap: usize) -> Result<(), Short> {
         let chunk = self.chunk_bytes;
         let round = |bytes: u64| bytes.div_ceil(chunk).checked_mul(chunk);
-        let needed = request.bytes().checked_add(chunk.max(GRANULE_SLACK)).and_then(round);
+        let least = request.bytes().saturating_add(more_bytes);
+        let needed = least.checked_add(chunk.max(GRANULE_SLACK)).and_then(round);
         let Some(needed) = needed.filter(|&n| n <= 1 << 47) else {
             return Err(Short::Fail(PoolError::TooLarge {
                 requested: request.requested_bytes() as usize,

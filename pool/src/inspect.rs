@@ -73,6 +73,7 @@ impl Shared {
             free += stats.free_bytes;
             largest = largest.max(stats.largest_free_bytes);
         }
+        cached += state.spare.iter().map(|s| s.bytes).sum::<u64>() + state.surplus_bytes(self.chunk_bytes);
         let mut strips = Vec::new();
         for (heap, books) in state.heaps.iter().enumerate() {
             for segment in books.segments() {
@@ -88,7 +89,9 @@ impl Shared {
         for (heap, books) in state.heaps.iter().enumerate() {
             let live = books.segments().flat_map(|s| books.blocks_of(s.key).collect::<Vec<_>>());
             for block in live.filter(|b| b.state == BlockState::Used) {
-                let info = state.info(Home { heap, block: block.key });
+                let home = Home { heap, block: block.key };
+                let info = state.info(home);
+                let bytes = state.growing.get(&home).map_or(block.bytes, |g| g.allocated_bytes);
                 let who = match state.records.get(info.record as usize) {
                     Some(r) if r.standing == Standing::Held => format!("held by {} graph(s)", r.holders.len()),
                     _ => match AllocationId::from_raw(info.allocation) {
@@ -96,7 +99,7 @@ impl Shared {
                         None => continue,
                     },
                 };
-                holders.push(Holder { bytes: block.bytes as usize, who });
+                holders.push(Holder { bytes: bytes as usize, who });
             }
         }
         holders.sort_by_key(|h| std::cmp::Reverse(h.bytes));
@@ -176,7 +179,7 @@ impl Shared {
                     if info.limbo || record.is_some_and(|r| r.standing == Standing::Held) {
                         held += block.bytes;
                     } else if info.allocation != 0 {
-                        live += block.bytes;
+                        live += state.growing.get(&home).map_or(block.bytes, |g| g.allocated_bytes);
                     } else {
                         return Err(format!("block {home:?} of {} is used by nobody", Bytes(block.bytes as usize)));
                     }

@@ -171,6 +171,20 @@ impl Pool {
         Ok(slice)
     }
 
+    /// A slice of `len` elements that can grow to `most` at the same address. In slab mode it takes them all at once.
+    ///
+    /// # Errors
+    /// As [`alloc`](Self::alloc); `TooLarge` also where `len` is more than `most`; `Capturing`.
+    pub fn alloc_growable<T: Element>(
+        &self,
+        len: usize,
+        most: usize,
+        purpose: Purpose,
+        stream: &Stream,
+    ) -> Result<GrowableSlice<T>, PoolError> {
+        self.shared().alloc_growable(len, most, purpose, stream)
+    }
+
     /// A slice filled from host memory; waits for the copy.
     ///
     /// # Errors

@@ -7,7 +7,7 @@ use crate::core::{BlockKey, StreamKey};
 use crate::driver::DevicePtr;
 use crate::shared::Books;
 use crate::token::Place;
-use crate::{AllocationId, Element, PoolError, PoolId, Purpose, Stream, Token};
+use crate::{AllocationId, Element, Extent, PoolError, PoolId, Purpose, Stream, Token};
 
 /// Memory with a token: what a graph can depend on.
 pub trait Tracked {
@@ -17,6 +17,10 @@ pub trait Tracked {
     fn ptr(&self) -> DevicePtr;
     /// How long it is, bytes.
     fn bytes(&self) -> usize;
+    /// How much of it may be touched, where that changes.
+    fn extent(&self) -> Option<&Extent> {
+        None
+    }
 }
 
 /// `len` elements of device memory, owned.

@@ -11,6 +11,7 @@ use crate::arena::ScratchPolicy;
 use crate::core::{BlockKey, Heap, HeapConfig, SegmentKey, Stamp, StreamKey, Uses};
 use crate::driver::host_memory::{Pinned, Registered};
 use crate::driver::{DevicePtr, PhysHandle};
+use crate::growing::Growing;
 use crate::handshake::{EpochWriter, Lease};
 use crate::token::{Place, PlaceKind};
 use crate::{
@@ -274,6 +275,8 @@ pub(crate) struct State {
     pub(crate) streams: Vec<Slot>,
     pub(crate) stream_keys: HashMap<u64, u32>,
     pub(crate) extra: HashMap<Home, Uses>,
+    /// Live growable slices.
+    pub(crate) growing: HashMap<Home, Growing>,
     pub(crate) records: Slab<Record>,
     pub(crate) outside: BTreeSet<(u64, usize)>,
     pub(crate) graphs: Slab<Graph>,
@@ -312,6 +315,7 @@ impl State {
             streams: Vec::new(),
             stream_keys: HashMap::new(),
             extra: HashMap::new(),
+            growing: HashMap::new(),
             records: Slab::new(),
             outside: BTreeSet::new(),
             graphs: Slab::new(),

@@ -4,7 +4,7 @@
 //! 1. vmm: free chunks, moved under the range that lacks them (see `stitch.rs`; blocks were already joined across
 //!    streams by then);
 //! 2. slab: free slabs that no graph depends on;
-//! 3. vmm: the pages under what idle graphs hold weakly, moved likewise, which a remap brings back; slab: those blocks
+//! 3. vmm: what growable slices no longer need; then the pages under what idle graphs hold weakly, moved likewise, which a remap brings back; slab: those blocks
 //!    themselves;
 //! 4. idle graphs, cheapest to rebuild first, for what they hold strongly;
 //! 5. slab: whole slabs that graphs still depend on weakly, fewest graphs first.
@@ -48,6 +48,9 @@ impl Shared {
         }
         for patience in [Patience::Skip, Patience::Wait] {
             if keeps_addresses(self.config.mode) {
+                if self.give_surplus(cold, short_bytes, Reason::Move, patience, notices)? > 0 {
+                    return Ok(true);
+                }
                 if self.give_pages(cold, short_bytes, need.keep, patience, Reason::Move, notices)? > 0 {
                     return Ok(true);
                 }
@@ -79,7 +82,7 @@ impl Shared {
             return true;
         }
         let free: u64 = state.heaps.iter().map(|h| h.stats().free_bytes).sum();
-        free + state.tally.held.current >= need.short_bytes
+        free + state.tally.held.current + state.surplus_bytes(self.chunk_bytes) >= need.short_bytes
     }
 
     /// Step 1: whole free chunks or slabs, just enough. A heap's own free memory goes last when it is its own
@@ -326,6 +329,9 @@ impl Shared {
             self.give_free(cold, over(), None, Reason::Trim, notices)?;
         }
         for patience in [Patience::Skip, Patience::Wait] {
+            if over() > 0 && keeps_addresses(self.config.mode) {
+                self.give_surplus(cold, over(), Reason::Trim, patience, notices)?;
+            }
             if over() > 0 && keeps_addresses(self.config.mode) {
                 self.give_pages(cold, over(), None, patience, Reason::Trim, notices)?;
             }

@@ -6,6 +6,7 @@
 
 mod bounds;
 mod failures;
+mod growing;
 mod moved;
 mod mutants;
 mod record;

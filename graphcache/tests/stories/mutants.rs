@@ -49,6 +49,11 @@ const TABLE: &[(&str, &str, &str)] = &[
         "cache.bind-every-launch",
         "replay::two_warm_ups_a_capture_and_then_the_launch_is_the_only_driver_call",
     ),
+    (
+        "growth is checked at the launch",
+        "cache.reach-unchecked",
+        "growing::a_run_beyond_what_has_grown_is_refused_before_anything_is_queued",
+    ),
     ("8 bounded", "cache.unbounded", "bounds::evicted_and_removed_graphs_come_back"),
     (
         "8 least recently used",

@@ -26,6 +26,7 @@ pub(crate) static KERNELS: &[HostKernel] = &[
     HostKernel { name: "sum_table", params: &[P, P, U], hidden_attribute: 0, body: sum_table },
     HostKernel { name: "ticket", params: &[P, P, P], hidden_attribute: 0, body: ticket },
     HostKernel { name: "random", params: &[P, P], hidden_attribute: 0, body: random },
+    HostKernel { name: "append", params: &[P, P, P], hidden_attribute: 0, body: append },
     HostKernel { name: "wait", params: &[P], hidden_attribute: 0, body: wait },
     HostKernel { name: "by_struct", params: &[(24, 8), U], hidden_attribute: 0, body: by_struct },
 ];
@@ -84,6 +85,18 @@ fn random(c: &KernelContext<'_>) -> Done {
     let (dst, state) = unsafe { (c.slice_mut::<u32>(c.ptr(0)?, 1)?, c.slice_mut::<u32>(c.ptr(1)?, 2)?) };
     dst[0] = (state[0] ^ state[1].wrapping_mul(0x9e37_79b9)).wrapping_mul(0x85eb_ca6b);
     state[1] += 1;
+    Ok(())
+}
+
+/// seq[p] = 3 p; sum[0] = seq[0] + … + seq[p], where p is read from device memory
+fn append(c: &KernelContext<'_>) -> Done {
+    // SAFETY: as in `add`.
+    unsafe {
+        let p = c.slice::<u32>(c.ptr(1)?, 1)?[0];
+        c.slice_mut::<u32>(c.ptr(0)?, p as usize + 1)?[p as usize] = p.wrapping_mul(3);
+        let sum = c.slice::<u32>(c.ptr(0)?, p as usize + 1)?.iter().fold(0u32, |sum, x| sum.wrapping_add(*x));
+        c.slice_mut::<u32>(c.ptr(2)?, 1)?[0] = sum;
+    }
     Ok(())
 }
 

@@ -242,6 +242,13 @@ impl Heap {
         self.chunks_of(block, false)
     }
 
+    /// The number of the chunk that a block begins in.
+    #[must_use]
+    pub(crate) fn first_chunk(&self, block: BlockKey) -> Option<u32> {
+        let entry = self.blocks.get(block.index())?;
+        Some(self.segments.get(entry.segment as usize)?.outer_chunks(entry.base, entry.base + 1).start)
+    }
+
     fn chunks_of(&self, block: BlockKey, backed: bool) -> Vec<Range<u32>> {
         let mut found: Vec<Range<u32>> = Vec::new();
         let Some(entry) = self.blocks.get(block.index()).filter(|b| b.state == BlockState::Used) else {

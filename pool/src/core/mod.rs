@@ -19,6 +19,7 @@ mod block;
 mod check;
 mod claim;
 mod completion;
+mod growing;
 mod growth;
 mod heap;
 mod private;

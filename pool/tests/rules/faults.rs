@@ -211,6 +211,31 @@ fn stitching() {
 }
 
 #[test]
+fn growing() {
+    each_call(
+        |_| {
+            let rig = Rig::limited(PoolMode::Vmm, MIB);
+            let block = rig.alloc(MIB / 2);
+            rig.stream.fill(&block, 7).unwrap();
+            drop(block);
+            (rig, None)
+        },
+        |rig, slice| {
+            if slice.is_none() {
+                *slice = Some(rig.pool.alloc_growable::<u8>(0, 4 * MIB, Purpose::State, &rig.stream)?);
+            }
+            if let Some(slice) = slice {
+                slice.grow_to(MIB / 4)?;
+                slice.grow_to(3 * MIB / 4)?;
+                slice.shrink_to(1)?;
+                drop(rig.pool.alloc::<u8>(7 * MIB / 8, &rig.stream)?);
+            }
+            Ok(())
+        },
+    );
+}
+
+#[test]
 fn host_memory() {
     each_call(
         |mode| (Rig::new(mode), None),

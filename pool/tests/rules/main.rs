@@ -6,6 +6,7 @@ mod common;
 mod cost;
 mod faults;
 mod give_back;
+mod growing;
 mod mutants;
 mod outside;
 mod process;

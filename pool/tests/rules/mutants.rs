@@ -44,6 +44,7 @@ const ROWS: &[(&str, &str, &str)] = &[
         "window-stays-open",
         "windows::a_panic_inside_the_window_leaves_stream_and_pool_usable",
     ),
+    ("growth is there before it is said", "extent-before-pages", "growing::a_failed_growth_changes_nothing"),
     ("stitch before give-back", "no-stitch", "stitch::a_request_that_no_free_block_fits_is_served_from_several"),
     (
         "2 wait on the host for a move",
