@@ -113,10 +113,12 @@ template <u32 TYPE, class Form, u32 TOKENS> struct MatVec {
                     const u32 u = 32 * step + lane;
                     if (u < units) {
                         const u32* record = x + (u - chunk) * Form::WORDS;
+#pragma unroll
                         for (u32 r = 0; r < ROWS; r++) {
                             const u8* from = ring + (slot * ROWS + r) * STAGE_BYTES + offset(row[r], step);
                             Unit unit;
                             unpack_of_row<TYPE, Q::ALIGN>(from, lane, unit);
+#pragma unroll
                             for (u32 t = 0; t < TOKENS; t++) {
                                 if (TOKENS == 1 || t < tokens)
                                     sums[r][t] += unit_dot_staged<TYPE>(Form(), unit, record + t * CHUNK * Form::WORDS);

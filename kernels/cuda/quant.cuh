@@ -8,7 +8,7 @@
 // Blocks may lie at any address that is a multiple of `ALIGN`; words are read at no wider alignment than that.
 #pragma once
 
-#include "common.cuh"
+#include "grids.cuh"
 
 #define TYPE_Q4_0 2u
 #define TYPE_Q4_1 3u
@@ -21,14 +21,19 @@
 #define TYPE_Q5_K 13u
 #define TYPE_Q6_K 14u
 #define TYPE_Q8_K 15u
+#define TYPE_IQ2_XXS 16u
+#define TYPE_IQ2_XS 17u
+#define TYPE_IQ3_XXS 18u
 #define TYPE_IQ4_NL 20u
+#define TYPE_IQ3_S 21u
+#define TYPE_IQ2_S 22u
 #define TYPE_IQ4_XS 23u
 #define TYPE_MXFP4 39u
 
 // `DO(name)` for each block type, each float type.
 #define FOR_BLOCK_TYPES(DO)                                                                                \
     DO(Q4_0) DO(Q4_1) DO(Q5_0) DO(Q5_1) DO(Q8_0) DO(Q2_K) DO(Q3_K) DO(Q4_K) DO(Q5_K) DO(Q6_K) DO(Q8_K) DO(IQ4_NL) \
-    DO(IQ4_XS) DO(MXFP4)
+    DO(IQ4_XS) DO(MXFP4) DO(IQ2_XXS) DO(IQ2_XS) DO(IQ2_S) DO(IQ3_XXS) DO(IQ3_S)
 #define FOR_FLOAT_TYPES(DO) DO(F32) DO(F16) DO(BF16)
 
 // Elements that are decoded at a time.
@@ -109,6 +114,29 @@ EVG_DEVICE void look_up_iq4(const u32* words, u32* code) {
     const u32 table[4] = {0xBFAD9881u, 0xF6EADDCFu, 0x26190D01u, 0x71594535u};
     look_up(words, table, code);
 }
+
+// The eight signs that seven bits stand for: an even number of them is set.
+EVG_DEVICE u32 even_signs(u32 seven) { return seven | (u32(__popc(seven)) & 1u) << 7; }
+
+// Four codes, those negated whose bit of `signs` is set. None is 0, so nothing carries.
+EVG_DEVICE u32 with_signs(u32 code, u32 signs) {
+    const u32 set = (signs & 15u) * 0x00204081u & 0x01010101u;
+    return (code ^ set * 0xFFu) + set;
+}
+
+// Eight codes of an IQ2 entry.
+EVG_DEVICE void grid_of_eight(u32 entry, u32 signs, u32* code) {
+    for (u32 half = 0; half < 2; half++) {
+        // Places of two bits apart, to one a nibble: numbers of the magnitudes 8, 25, 43.
+        u32 places = entry >> (8 * half) & 0xFFu;
+        places = (places | places << 4) & 0x0F0Fu;
+        places = (places | places << 2) & 0x3333u;
+        code[half] = with_signs(__byte_perm(0x002B1908u, 0, places), signs >> (4 * half));
+    }
+}
+
+// Four codes of an IQ3 entry, by a table of eight magnitudes.
+EVG_DEVICE u32 grid_of_four(u32 entry, u32 low, u32 high, u32 signs) { return with_signs(__byte_perm(low, high, entry), signs); }
 
 // Scale and minimum of unit `u` of Q4_K and Q5_K.
 EVG_DEVICE void scale_and_minimum(const u8* scales, u32 u, u32& scale, u32& minimum) {
@@ -197,11 +225,17 @@ template <> struct Quant<TYPE_Q2_K> {
 template <> struct Quant<TYPE_Q3_K> {
     QUANT(Q3_K, 256, 110, 2, false, true, 4)
     template <u32 A> static EVG_DEVICE void unpack(const u8* p, u32 u, Unit& out) {
-        u32 high[8];
         load_words<8, A>(p + 32 + 32 * (u / 4), out.code);
-        load_words<8, A>(p, high);
-        for (u32 i = 0; i < 8; i++)
-            out.code[i] = ((out.code[i] >> (2 * (u & 3u))) & 0x03030303u) | ((high[i] >> u) & 0x01010101u) << 2;
+        // Half of the high bits at a time, which keeps them in registers.
+#pragma unroll
+        for (u32 h = 0; h < 2; h++) {
+            u32 high[4];
+            load_words<4, A>(p + 16 * h, high);
+            for (u32 i = 0; i < 4; i++) {
+                const u32 low = out.code[4 * h + i] >> (2 * (u & 3u)) & 0x03030303u;
+                out.code[4 * h + i] = low | (high[i] >> u & 0x01010101u) << 2;
+            }
+        }
         const float d = load_half<A>(p + 108);
         for (u32 h = 0; h < 2; h++) {
             const u32 k = 2 * u + h, group = k >> 2;
@@ -294,6 +328,80 @@ template <> struct Quant<TYPE_MXFP4> {
         // Two to the power of e - 128; the two least are subnormal.
         const u32 e = p[0];
         out.a[0] = __uint_as_float(e < 2 ? 0x00200000u << e : (e - 1) << 23);
+    }
+};
+
+template <> struct Quant<TYPE_IQ2_XXS> {
+    QUANT(IQ2_XXS, 256, 66, 2, false, false, 0)
+    template <u32 A> static EVG_DEVICE void unpack(const u8* p, u32 u, Unit& out) {
+        u32 words[2];
+        load_words<2, A>(p + 2 + 8 * u, words);
+        for (u32 i = 0; i < 4; i++)
+            grid_of_eight(GRID_IQ2_XXS[words[0] >> (8 * i) & 255u], even_signs(words[1] >> (7 * i) & 127u), out.code + 2 * i);
+        out.a[0] = load_half<A>(p) * (0.5f + float(words[1] >> 28)) * 0.25f;
+    }
+};
+
+template <> struct Quant<TYPE_IQ2_XS> {
+    QUANT(IQ2_XS, 256, 74, 2, false, true, 0)
+    template <u32 A> static EVG_DEVICE void unpack(const u8* p, u32 u, Unit& out) {
+        u32 words[2];
+        load_words<2, A>(p + 2 + 8 * u, words);
+        for (u32 i = 0; i < 4; i++) {
+            const u32 w = words[i / 2] >> (16 * (i % 2)) & 0xFFFFu;
+            grid_of_eight(GRID_IQ2_XS[w & 511u], even_signs(w >> 9), out.code + 2 * i);
+        }
+        const float d = load_half<A>(p);
+        const u32 scales = p[66 + u];
+        for (u32 h = 0; h < 2; h++) out.a[h] = d * (0.5f + float(scales >> (4 * h) & 15u)) * 0.25f;
+    }
+};
+
+template <> struct Quant<TYPE_IQ2_S> {
+    QUANT(IQ2_S, 256, 82, 2, false, true, 0)
+    template <u32 A> static EVG_DEVICE void unpack(const u8* p, u32 u, Unit& out) {
+        u32 low, signs;
+        load_words<1, A>(p + 2 + 4 * u, &low);
+        load_words<1, A>(p + 34 + 4 * u, &signs);
+        const u32 high = p[66 + u], scales = p[74 + u];
+        for (u32 i = 0; i < 4; i++) {
+            const u32 entry = (low >> (8 * i) & 255u) | (high >> (2 * i) & 3u) << 8;
+            grid_of_eight(GRID_IQ2_S[entry], signs >> (8 * i), out.code + 2 * i);
+        }
+        const float d = load_half<A>(p);
+        for (u32 h = 0; h < 2; h++) out.a[h] = d * (0.5f + float(scales >> (4 * h) & 15u)) * 0.25f;
+    }
+};
+
+template <> struct Quant<TYPE_IQ3_XXS> {
+    QUANT(IQ3_XXS, 256, 98, 2, false, false, 0)
+    template <u32 A> static EVG_DEVICE void unpack(const u8* p, u32 u, Unit& out) {
+        u32 words[2], rest;
+        load_words<2, A>(p + 2 + 8 * u, words);
+        load_words<1, A>(p + 66 + 4 * u, &rest);
+        for (u32 i = 0; i < 8; i++) {
+            const u32 signs = even_signs(rest >> (7 * (i / 2)) & 127u) >> (4 * (i % 2));
+            // Magnitudes 4 12 20 28 36 44 52 62.
+            const u32 entry = GRID_IQ3_XXS[words[i / 4] >> (8 * (i % 4)) & 255u];
+            out.code[i] = grid_of_four(entry, 0x1C140C04u, 0x3E342C24u, signs);
+        }
+        out.a[0] = load_half<A>(p) * (0.5f + float(rest >> 28)) * 0.5f;
+    }
+};
+
+template <> struct Quant<TYPE_IQ3_S> {
+    QUANT(IQ3_S, 256, 110, 2, false, false, 0)
+    template <u32 A> static EVG_DEVICE void unpack(const u8* p, u32 u, Unit& out) {
+        u32 words[2], signs;
+        load_words<2, A>(p + 2 + 8 * u, words);
+        load_words<1, A>(p + 74 + 4 * u, &signs);
+        const u32 high = p[66 + u];
+        for (u32 i = 0; i < 8; i++) {
+            // Magnitudes 1 3 5 7 9 11 13 15.
+            const u32 entry = GRID_IQ3_S[(words[i / 4] >> (8 * (i % 4)) & 255u) | (high >> i & 1u) << 8];
+            out.code[i] = grid_of_four(entry, 0x07050301u, 0x0F0D0B09u, signs >> (4 * i));
+        }
+        out.a[0] = load_half<A>(p) * float(1u + 2u * (u32(p[106 + u / 2]) >> (4 * (u & 1u)) & 15u));
     }
 };
 

@@ -1,7 +1,7 @@
 //! Kernels for CUDA devices: sources, compiler, disk cache, loading.
 //!
 //! ```text
-//! source.rs   the .cu files of kernels/cuda, one op a file, and the headers that they share
+//! source.rs   the .cu files of kernels/cuda, and the headers that they share
 //! nvrtc.rs    NVRTC, loaded at run time: text to a cubin for exactly one architecture
 //! disk.rs     compiled images on disk, keyed by source, options and compiler
 //! elf.rs      the names of the kernels in a cubin
@@ -32,6 +32,12 @@ pub use blas::{Blas, BlasError, BlasType, Product};
 pub use disk::DiskCache;
 pub use nvrtc::{Nvrtc, NvrtcError};
 pub use source::{SOURCES, Source};
+
+/// The text of a header of the kernels.
+#[cfg(test)]
+pub(crate) fn header(name: &str) -> Option<&'static str> {
+    source::HEADERS.iter().find(|header| header.0 == name).map(|header| header.1)
+}
 
 /// An architecture to compile for, such as `sm_90a`.
 ///

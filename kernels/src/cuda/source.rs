@@ -21,15 +21,16 @@ macro_rules! headers {
     };
 }
 
-/// Every source, one op a file.
+/// Every source: one op a file, or a part of its kernels where there are many.
 pub const SOURCES: &[Source] = sources![
-    "add" "advance" "argmax" "attention" "attention_scores" "attention_values" "copy" "expert_matmul" "expert_matvec" "expert_sum"
-    "fill" "get_rows" "glu" "kv_store" "matmul" "matvec_f32" "matvec_q8" "mul" "probe" "quantize" "rms_norm" "rope"
-    "router" "sample" "scale" "soft_max" "softcap"
+    "add" "advance" "argmax" "attention" "attention_scores" "attention_values" "copy" "expert_matmul"
+    "expert_matvec_f32" "expert_matvec_q8" "expert_sum" "fill" "get_rows" "glu" "kv_store" "matmul" "matvec_f32_t1"
+    "matvec_f32_t4" "matvec_q8_t1" "matvec_q8_t8" "mul" "probe" "quantize" "rms_norm" "rope" "router" "sample" "scale"
+    "soft_max" "softcap"
 ];
 
 /// Every header that they may include, by the name under which they do. Nothing else can be included.
 pub(super) const HEADERS: &[(&str, &str)] = headers![
-    "activations.cuh" "cache.cuh" "common.cuh" "copy_async.cuh" "elementwise.cuh" "greatest.cuh" "matvec.cuh"
-    "matvec_floats.cuh" "quant.cuh" "tiles.cuh"
+    "activations.cuh" "cache.cuh" "common.cuh" "copy_async.cuh" "elementwise.cuh" "expert_matvec.cuh" "greatest.cuh"
+    "grids.cuh" "matvec.cuh" "matvec_floats.cuh" "quant.cuh" "tiles.cuh"
 ];

@@ -121,7 +121,7 @@ fn wrong_shapes_types_layouts_and_overlaps_name_op_and_tensor() {
     let ty = |op: MatMul| assert!(matches!(op.check(), Err(KernelError::Type { op: "matmul", .. })));
     ty(MatMul { x: tensor("x", QuantType::F16, &[3, 64]), ..matmul() });
     ty(MatMul { y: i32s("y", &[3, 10]), ..matmul() });
-    ty(MatMul { w: tensor("w", QuantType::IQ2_S, &[10, 256]), x: f32s("x", &[3, 256]), ..matmul() });
+    ty(MatMul { w: tensor("w", QuantType::IQ1_S, &[10, 256]), x: f32s("x", &[3, 256]), ..matmul() });
 
     let w = tensor("w", QuantType::Q8_0, &[10, 128]).narrow(1, 0, 64).unwrap();
     assert!(matches!(MatMul { w, ..matmul() }.check(), Err(KernelError::Layout { .. })));

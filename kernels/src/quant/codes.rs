@@ -1,10 +1,10 @@
 //! Blocks as integers: codes of one byte and a scale (and minimum) for each 16 of them, for products with quantised
 //! activations. Each format becomes the same three lists, so that there is one product for all of them.
 
-use super::QuantType;
 use super::blocks::{IQ4_CODES, fp4_scale};
 use super::half::f16_to_f32;
 use super::kquants::{pairs, q3_scales, scales};
+use super::{QuantType, grids};
 use crate::cpu::simd::per_level;
 
 /// Elements that share an entry of the lists of scales and minima.
@@ -14,7 +14,7 @@ pub(crate) const GROUP: usize = 16;
 /// rounding of the format's own formula, so exactly the value that [`dequantize`](super::dequantize) gives.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Format {
-    /// The code of 0. Below 128, codes are below 64.
+    /// The code of 0. Where it is not 128, codes are at most 128: two products of them then fit 16 bits.
     pub(crate) zero: u8,
     /// Whether entries of scales and minima come in equal pairs, one for 32 elements.
     pub(crate) wide: bool,
@@ -31,6 +31,8 @@ impl Format {
             QuantType::Q5_0 => (16, true, false),
             QuantType::Q8_0 | QuantType::Q8_K | QuantType::IQ4_NL | QuantType::IQ4_XS => (128, true, false),
             QuantType::MXFP4 => (FP4_ZERO, true, false),
+            QuantType::IQ2_XXS | QuantType::IQ3_XXS | QuantType::IQ3_S => (grids::ZERO, true, false),
+            QuantType::IQ2_XS | QuantType::IQ2_S => (grids::ZERO, false, false),
             QuantType::Q2_K => (0, false, true),
             QuantType::Q3_K => (4, false, false),
             QuantType::Q6_K => (32, false, false),
@@ -97,6 +99,11 @@ fn unpack_body<const L: u8>(ty: QuantType, w: &[u8], row_bytes: usize, from: usi
             QuantType::IQ4_NL => each(b, to, iq4_nl::<L>),
             QuantType::IQ4_XS => each(b, to, iq4_xs::<L>),
             QuantType::MXFP4 => each(b, to, mxfp4::<L>),
+            QuantType::IQ2_XXS => each(b, to, grids::iq2_xxs::<L>),
+            QuantType::IQ2_XS => each(b, to, grids::iq2_xs::<L>),
+            QuantType::IQ2_S => each(b, to, grids::iq2_s::<L>),
+            QuantType::IQ3_XXS => each(b, to, grids::iq3_xxs::<L>),
+            QuantType::IQ3_S => each(b, to, grids::iq3_s::<L>),
             // Ops refuse the rest when they check their weights.
             _ => {}
         }
@@ -104,7 +111,7 @@ fn unpack_body<const L: u8>(ty: QuantType, w: &[u8], row_bytes: usize, from: usi
 }
 
 #[inline(always)]
-fn half<const L: u8>(b: &[u8], at: usize) -> f32 {
+pub(super) fn half<const L: u8>(b: &[u8], at: usize) -> f32 {
     let bits = u16::from_le_bytes([b[at], b[at + 1]]);
     #[cfg(target_arch = "x86_64")]
     #[allow(unsafe_code)]

@@ -6,6 +6,7 @@
 mod blocks;
 pub(crate) mod codes;
 mod encode;
+mod grids;
 pub(crate) mod half;
 mod kquants;
 #[cfg(test)]
@@ -87,6 +88,11 @@ pub(crate) fn decode_body<const L: u8>(ty: QuantType, bytes: &[u8], out: &mut [f
         QuantType::IQ4_NL => each(bytes, out, blocks::iq4_nl),
         QuantType::IQ4_XS => each(bytes, out, kquants::iq4_xs),
         QuantType::MXFP4 => each(bytes, out, blocks::mxfp4),
+        QuantType::IQ2_XXS => each(bytes, out, grids::values(grids::iq2_xxs::<L>)),
+        QuantType::IQ2_XS => each(bytes, out, grids::values(grids::iq2_xs::<L>)),
+        QuantType::IQ2_S => each(bytes, out, grids::values(grids::iq2_s::<L>)),
+        QuantType::IQ3_XXS => each(bytes, out, grids::values(grids::iq3_xxs::<L>)),
+        QuantType::IQ3_S => each(bytes, out, grids::values(grids::iq3_s::<L>)),
         // Ops refuse the rest when they check their weights.
         _ => {}
     }

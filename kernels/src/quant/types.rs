@@ -91,20 +91,20 @@ types! {
     Q6_K = 14, 256, 210, true;
     /// 8 bits in blocks of 256, for activations.
     Q8_K = 15, 256, 292, true;
-    /// Grid codebook.
-    IQ2_XXS = 16, 256, 66, false;
-    /// Grid codebook.
-    IQ2_XS = 17, 256, 74, false;
-    /// Grid codebook.
-    IQ3_XXS = 18, 256, 98, false;
+    /// 2.1 bits and grids of eight magnitudes, in blocks of 256.
+    IQ2_XXS = 16, 256, 66, true;
+    /// 2.3 bits and grids of eight magnitudes, in blocks of 256.
+    IQ2_XS = 17, 256, 74, true;
+    /// 3.1 bits and grids of four magnitudes, in blocks of 256.
+    IQ3_XXS = 18, 256, 98, true;
     /// Grid codebook.
     IQ1_S = 19, 256, 50, false;
     /// 4 bits through a codebook of 16, one scale for 32.
     IQ4_NL = 20, 32, 18, true;
-    /// Grid codebook.
-    IQ3_S = 21, 256, 110, false;
-    /// Grid codebook.
-    IQ2_S = 22, 256, 82, false;
+    /// 3.4 bits and grids of four magnitudes, in blocks of 256.
+    IQ3_S = 21, 256, 110, true;
+    /// 2.6 bits and grids of eight magnitudes, in blocks of 256.
+    IQ2_S = 22, 256, 82, true;
     /// 4 bits through a codebook of 16, in blocks of 256.
     IQ4_XS = 23, 256, 136, true;
     /// 8-bit integer.

@@ -7,7 +7,7 @@ use std::arch::x86_64::*;
 
 use super::blocks::{FP4_CODES, IQ4_CODES};
 use super::kquants::{pairs, q3_scales, scales};
-use super::{QuantType, blocks};
+use super::{QuantType, blocks, grids};
 
 const INDICES: [f32; 32] = {
     let mut list = [0.0; 32];
@@ -228,6 +228,11 @@ fn row<'b, const DOT: bool>(ty: QuantType, bytes: &'b [u8], out: &mut Sink) -> &
             let codes = _mm512_mul_ps(_mm512_set1_ps(factor), table(&FP4_CODES, 0));
             nibbles::<DOT>(lanes(b, 1), _mm512_mul_ps(_mm512_set1_ps(scale), codes), at, out);
         }),
+        QuantType::IQ2_XXS => each!(66, 256, |b, at, out: &mut Sink| grid::<DOT, 66>(grids::iq2_xxs::<2>, b, at, out)),
+        QuantType::IQ2_XS => each!(74, 256, |b, at, out: &mut Sink| grid::<DOT, 74>(grids::iq2_xs::<2>, b, at, out)),
+        QuantType::IQ2_S => each!(82, 256, |b, at, out: &mut Sink| grid::<DOT, 82>(grids::iq2_s::<2>, b, at, out)),
+        QuantType::IQ3_XXS => each!(98, 256, |b, at, out: &mut Sink| grid::<DOT, 98>(grids::iq3_xxs::<2>, b, at, out)),
+        QuantType::IQ3_S => each!(110, 256, |b, at, out: &mut Sink| grid::<DOT, 110>(grids::iq3_s::<2>, b, at, out)),
         // Ops refuse the rest when they check their weights.
         _ => &[],
     }
@@ -404,5 +409,24 @@ fn iq4_xs<const DOT: bool>(b: &[u8; 136], base: usize, out: &mut Sink) {
         let scale = i32::from(low) | i32::from((high >> (2 * s)) & 3) << 4;
         let values = _mm512_mul_ps(_mm512_set1_ps(d * (scale - 32) as f32), table(&IQ4_CODES, 0));
         nibbles::<DOT>(lanes(b, 8 + 16 * s), values, base + 32 * s, out);
+    }
+}
+
+/// A block of a grid format: its codes, less that of 0, times their scales.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,f16c")]
+#[inline]
+fn grid<const DOT: bool, const B: usize>(
+    unpack: impl Fn(&[u8; B], &mut [u8; 256], &mut [f32; 16], &mut [f32; 16]),
+    b: &[u8; B],
+    base: usize,
+    out: &mut Sink,
+) {
+    let (mut codes, mut scales) = ([0; 256], [0.0; 16]);
+    unpack(b, &mut codes, &mut scales, &mut [0.0; 16]);
+    let zero = _mm_set1_epi8(grids::ZERO as i8);
+    for (g, scale) in scales.into_iter().enumerate() {
+        let codes = _mm_sub_epi8(load16(&codes, 16 * g), zero);
+        let values = _mm512_mul_ps(_mm512_set1_ps(scale), _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes)));
+        out.put::<DOT>(base + 16 * g, values);
     }
 }

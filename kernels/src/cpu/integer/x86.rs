@@ -55,8 +55,7 @@ pub(super) unsafe fn few_vnni(w: &Weights<'_>, x: &Token, y: &mut [f32]) {
     }
 }
 
-/// Eight sums of four products. Pairs are summed in 16 bits, which is enough: unsigned codes are below 64, and for signed
-/// ones it is 2 * 128 * 127 at most.
+/// Eight sums of four products. Pairs are summed in 16 bits, which is enough: codes are at most 128, and 2 * 128 * 127 fits.
 #[target_feature(enable = "avx2")]
 #[inline]
 fn fours(codes: __m256i, q: __m256i, offsets: __m256i, signed: bool) -> __m256i {

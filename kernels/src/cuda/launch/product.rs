@@ -20,7 +20,10 @@ const EIGHT_TILE_BYTES: u32 = 2 * 4 * (12 + 11) * 68;
 /// The name of a type's kernel.
 macro_rules! of_type {
     ($ty:expr, $prefix:literal) => {
-        of_type!($ty, $prefix, F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ4_NL IQ4_XS MXFP4)
+        of_type!(
+            $ty, $prefix, F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ4_NL IQ4_XS MXFP4 IQ2_XXS
+            IQ2_XS IQ2_S IQ3_XXS IQ3_S
+        )
     };
     ($ty:expr, $prefix:literal, $($name:ident)*) => {
         match $ty {

@@ -1,6 +1,7 @@
 // `expert_matmul` with few tokens: each slot's expert is multiplied on its own. Grid: groups of rows, slots.
+#pragma once
+
 #include "matvec.cuh"
-#include "matvec_floats.cuh"
 
 // The chosen expert's weights; a bad id is a fault.
 EVG_DEVICE const u8* expert_of_slot(const u8* w, const int* ids, u32 experts, u64 expert_bytes) {
@@ -18,11 +19,3 @@ EVG_DEVICE const u8* expert_of_slot(const u8* w, const int* ids, u32 experts, u6
         w = expert_of_slot(w, ids, experts, u64(out) * (in / BLOCK) * BYTES);                                            \
         __VA_ARGS__::run(w, out, in, rows, 1, y + t * y_stride0 + k * y_stride1, 0);                                     \
     }
-#define EIGHTS(NAME) \
-    EXPERT_MATVEC(q8, NAME, Quant<TYPE_##NAME>::BLOCK, Quant<TYPE_##NAME>::BYTES, MatVec<TYPE_##NAME, Eights, 1>)
-#define FLOATS(NAME) \
-    EXPERT_MATVEC(f32, NAME, Quant<TYPE_##NAME>::BLOCK, Quant<TYPE_##NAME>::BYTES, MatVec<TYPE_##NAME, Floats, 1>)
-#define FLOAT_WEIGHTS(NAME) EXPERT_MATVEC(f32, NAME, 1, (MatVecFloats<TYPE_##NAME, 1>::BYTES), MatVecFloats<TYPE_##NAME, 1>)
-FOR_BLOCK_TYPES(EIGHTS)
-FOR_BLOCK_TYPES(FLOATS)
-FOR_FLOAT_TYPES(FLOAT_WEIGHTS)

@@ -1,5 +1,4 @@
-// `matmul` with few tokens of floats, a kernel for each type and for up to 1 and 4 tokens.
-// Grid: groups of rows, groups of tokens.
+// `matmul` with few tokens of floats, a kernel for each type and for up to 4 tokens. Grid: groups of rows, groups of tokens.
 #include "matvec.cuh"
 #include "matvec_floats.cuh"
 
@@ -10,11 +9,7 @@
         const Rows rows = {x + first * x_stride, x_stride, nullptr, 0};                                                \
         __VA_ARGS__::run(w, out, in, rows, min_u32(tokens - first, TOKENS), y + first * y_stride, y_stride);           \
     }
-#define ONE(NAME) MATVEC(1, NAME, MatVec<TYPE_##NAME, Floats, 1>)
 #define FOUR(NAME) MATVEC(4, NAME, MatVec<TYPE_##NAME, Floats, 4>)
-#define ONE_FLOATS(NAME) MATVEC(1, NAME, MatVecFloats<TYPE_##NAME, 1>)
 #define FOUR_FLOATS(NAME) MATVEC(4, NAME, MatVecFloats<TYPE_##NAME, 4>)
-FOR_BLOCK_TYPES(ONE)
 FOR_BLOCK_TYPES(FOUR)
-FOR_FLOAT_TYPES(ONE_FLOATS)
 FOR_FLOAT_TYPES(FOUR_FLOATS)

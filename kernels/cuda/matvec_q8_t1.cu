@@ -1,5 +1,4 @@
-// `matmul` with few tokens of eight-bit activations, a kernel for each type of block and for up to 1 and 8 tokens.
-// Grid: groups of rows, groups of tokens.
+// `matmul` with one token of eight-bit activations, a kernel for each type of block. Grid: groups of rows, tokens.
 #include "matvec.cuh"
 
 #define MATVEC(TOKENS, NAME)                                                                                       \
@@ -12,6 +11,4 @@
                                                  y + first * y_stride, y_stride);                                  \
     }
 #define ONE(NAME) MATVEC(1, NAME)
-#define EIGHT(NAME) MATVEC(8, NAME)
 FOR_BLOCK_TYPES(ONE)
-FOR_BLOCK_TYPES(EIGHT)
