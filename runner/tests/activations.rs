@@ -123,7 +123,7 @@ fn kernels(file: Gguf, act: ActType) -> Vec<&'static str> {
     let cache = KvCache::new(&runtime, &model.blocks, 8, 1, (KvType::F16, KvType::F16)).unwrap();
     let names = RefCell::new(Vec::new());
     let key = StepKey { session: 0, what: "plan", shape: [0; 3] };
-    let planned = runtime.step(key, &[], |step| {
+    let planned = runtime.step(key, &[], &[], |step| {
         let (ids, positions) =
             (step.scratch("ids", QuantType::I32, &[1])?, step.scratch("positions", QuantType::I32, &[1])?);
         let (out, logits) = (step.floats("out", &[1, model.width])?, step.floats("logits", &[1, model.vocabulary])?);

@@ -240,7 +240,7 @@ fn rounds(mut config: RuntimeConfig) -> Rounds {
     session.set_sampling(&Sampling::greedy(), &[]).unwrap();
     let mut picked = Vec::new();
     for round in 0..6u32 {
-        session.clear();
+        session.clear().unwrap();
         for length in [64, 64, 50, 37] {
             let tokens: Vec<u32> = (0..length * scale as u32).map(|index| 5 + (index + round) * 7919 % 500).collect();
             session.feed(&tokens, |_, _, _| Ok(())).unwrap();

@@ -57,7 +57,7 @@ pub(super) fn run(flags: &Flags, out: &mut Output) -> Result<()> {
     let bar = progress(windows.iter().map(|window| window.tokens.len() as u64).sum(), "perplexity");
     let (mut sum, mut counted) = (0.0f64, 0usize);
     for window in &windows {
-        session.clear();
+        session.clear()?;
         session.feed(&window.tokens, |session, start, count| {
             for first in (0..count).step_by(session.logit_rows()) {
                 let rows = session.logit_rows().min(count - first);

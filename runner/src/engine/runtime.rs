@@ -7,7 +7,7 @@ use evergraph_kernels::cuda::{Blas, BlasError};
 use evergraph_kernels::{KernelError, Kernels};
 use evergraph_pool::driver::host::HostConfig;
 use evergraph_pool::driver::{DeviceOrdinal, DynDriver};
-use evergraph_pool::{Pool, ScratchPolicy, Stream, Tracked, Use};
+use evergraph_pool::{Pool, ScratchPolicy, Stream, Touch, Tracked, Use};
 pub use evergraph_pool::{PoolConfig, PoolMode};
 
 use super::step::Step;
@@ -151,7 +151,7 @@ impl Runtime {
     }
 
     /// Runs one step: `build` puts the ops together, with scratch from the pool; `uses` is what they need
-    /// besides. With graphs on, a step of the same key is captured and then replayed without `build`, so the
+    /// besides, and `touches` how far it reaches into what of that grows. With graphs on, a step of the same key is captured and then replayed without `build`, so the
     /// key must tell apart everything that `build` depends on. Returns how it was run.
     ///
     /// # Errors
@@ -160,11 +160,12 @@ impl Runtime {
         &self,
         key: StepKey,
         uses: &[(&dyn Tracked, Use)],
+        touches: &[Touch],
         build: impl Fn(&mut Step<'_>) -> Result<()>,
     ) -> Result<Outcome> {
         let key = GraphKey::new(key);
         // Scratch of an idle graph may be taken when memory is short; the graph is repaired at its next launch.
-        let request = Request::new(&key, &self.pool, &self.stream).policy(ScratchPolicy::Track);
+        let request = Request::new(&key, &self.pool, &self.stream).policy(ScratchPolicy::Track).touches(touches);
         self.cache.run(&request, |scope| {
             for (memory, use_) in uses {
                 scope.declare(*memory, *use_)?;

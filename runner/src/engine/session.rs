@@ -192,7 +192,7 @@ impl Session {
         self.logit_rows
     }
 
-    /// Bytes of the key and value caches.
+    /// Bytes of the key and value caches, as long as the text is now.
     #[must_use]
     pub fn cache_bytes(&self) -> usize {
         self.cache.bytes()
@@ -210,10 +210,14 @@ impl Session {
         &self.runtime
     }
 
-    /// Forgets all tokens. Memory and graphs stay.
-    pub fn clear(&mut self) {
+    /// Forgets all tokens. Graphs stay, and so does the memory, as long as nobody else needs it.
+    ///
+    /// # Errors
+    /// Those of the pool.
+    pub fn clear(&mut self) -> Result<()> {
         self.taken = 0;
         self.last_batch = 0;
+        self.cache.clear()
     }
 
     fn key(&self, what: &'static str, shape: [usize; 3]) -> StepKey {
@@ -224,7 +228,7 @@ impl Session {
         let mut uses = self.model.uses();
         uses.extend(self.cache.uses());
         uses.extend(self.io.uses());
-        self.runtime.step(key, &uses, build).map(|_| ())
+        self.runtime.step(key, &uses, self.cache.touches(), build).map(|_| ())
     }
 
     /// Appends tokens, as many at a time as fit a step. After each step `each` gets the session, the number of
@@ -251,6 +255,7 @@ impl Session {
 
     fn feed_batch(&mut self, batch: &[u32]) -> Result<()> {
         let count = batch.len();
+        self.cache.reach(self.taken + count)?;
         // Both fit: ids are below the vocabulary, positions below the context.
         let ids: Vec<i32> = batch.iter().map(|&id| id as i32).collect();
         let positions: Vec<i32> = (self.taken..self.taken + count).map(|position| position as i32).collect();
@@ -343,6 +348,7 @@ impl Session {
         if self.taken >= self.context {
             return Err(Error::ContextFull { tokens: self.taken + 1, context: self.context });
         }
+        self.cache.reach(self.taken + 1)?;
         self.run(self.key("decode", [0; 3]), |step| {
             let (ids, positions) = (&self.io.token.view, &self.io.position.view);
             let out = self.io.hidden.first(1)?;

@@ -3,8 +3,8 @@
 use evergraph_kernels::Kernels;
 use evergraph_kernels::ops::{Op, Plan, Root, TensorView};
 use evergraph_kernels::quant::QuantType;
-use evergraph_pool::DeviceSlice;
 use evergraph_pool::driver::{DeviceOrdinal, StreamHandle};
+use evergraph_pool::{DeviceSlice, Tracked};
 
 use super::runtime::ActType;
 use crate::error::Result;
@@ -92,13 +92,13 @@ pub(crate) fn tensor_bytes(ty: QuantType, shape: &[usize]) -> Result<usize> {
 }
 
 /// A slice seen as a tensor.
-pub(crate) fn view_of<T: evergraph_pool::Element>(
-    slice: &DeviceSlice<T>,
+pub(crate) fn view_of(
+    slice: &impl Tracked,
     name: &str,
     device: DeviceOrdinal,
     ty: QuantType,
     shape: &[usize],
 ) -> Result<TensorView> {
-    let root = Root::with_allocation(name, slice.ptr(), slice.bytes(), device, slice.allocation().get());
+    let root = Root::with_allocation(name, slice.ptr(), slice.bytes(), device, slice.token().allocation.get());
     Ok(TensorView::new(&root, ty, shape)?)
 }

@@ -1,7 +1,7 @@
 //! The key and value cache of a sequence, in pool memory.
 
 use evergraph_kernels::ops::TensorView;
-use evergraph_pool::{DeviceSlice, Purpose, Tracked, Use};
+use evergraph_pool::{DeviceSlice, GrowableSlice, Purpose, Touch, Tracked, Use};
 
 use super::block::Block;
 use crate::engine::{KvType, Runtime};
@@ -22,11 +22,25 @@ pub struct LayerCache {
 ///
 /// # Reuse and capture
 /// Addresses are fixed for the life of the sequence; where to write and how far to read stands in device
-/// memory, so that one captured step serves every position.
+/// memory, so that one captured step serves every position. Memory follows the length of the text: a layer that keeps
+/// all of it [grows](Self::reach) as the text does, under the same addresses, and no graph notices.
 #[derive(Debug)]
 pub struct KvCache {
     layers: Vec<LayerCache>,
-    slices: Vec<DeviceSlice<u8>>,
+    /// Of layers that keep a window, or little.
+    fixed: Vec<DeviceSlice<u8>>,
+    growing: Vec<Growing>,
+    /// How far steps may reach now, for each that grows.
+    touches: Vec<Touch>,
+    /// Tokens that there is room for now, in what grows.
+    reached: usize,
+}
+
+/// A tensor that grows by rows.
+#[derive(Debug)]
+struct Growing {
+    slice: GrowableSlice<u8>,
+    row_bytes: usize,
 }
 
 impl KvCache {
@@ -42,24 +56,35 @@ impl KvCache {
         batch: usize,
         types: (KvType, KvType),
     ) -> Result<Self> {
-        let (mut layers, mut slices) = (Vec::new(), Vec::new());
+        let (mut layers, mut fixed, mut growing) = (Vec::new(), Vec::new(), Vec::new());
+        let pool = runtime.pool();
+        // What shares its last chunk with nobody should have a few.
+        let worth = pool.chunk_bytes().map_or(usize::MAX, |chunk| 2 * chunk);
         for (index, block) in blocks.iter().enumerate() {
             let part = &block.attention;
             let kept = part.window.map_or(context, |window| (window as usize).saturating_add(batch).min(context));
             let mut tensor = |what: &str, ty: KvType, width: usize| {
                 let shape = [kept, part.kv_heads, width];
                 let bytes = crate::engine::tensor_bytes(ty.quant_type(), &shape)?;
-                let slice = runtime.pool().alloc_for::<u8>(bytes, Purpose::State, runtime.stream())?;
                 let name = format!("{what} cache of layer {index}");
-                let view = crate::engine::view_of(&slice, &name, runtime.device(), ty.quant_type(), &shape)?;
-                slices.push(slice);
+                let (device, ty) = (runtime.device(), ty.quant_type());
+                if kept == context && bytes >= worth {
+                    let slice = pool.alloc_growable::<u8>(0, bytes, Purpose::State, runtime.stream())?;
+                    let view = crate::engine::view_of(&slice, &name, device, ty, &shape)?;
+                    growing.push(Growing { slice, row_bytes: bytes / kept });
+                    return Ok(view);
+                }
+                let slice = pool.alloc_for::<u8>(bytes, Purpose::State, runtime.stream())?;
+                let view = crate::engine::view_of(&slice, &name, device, ty, &shape)?;
+                fixed.push(slice);
                 Ok::<_, crate::Error>(view)
             };
             let k = tensor("key", types.0, part.key_dim)?;
             let v = tensor("value", types.1, part.value_dim)?;
             layers.push(LayerCache { k, v, ring: kept < context });
         }
-        Ok(Self { layers, slices })
+        let touches = growing.iter().map(|growing| growing.slice.touch(0)).collect();
+        Ok(Self { layers, fixed, growing, touches, reached: 0 })
     }
 
     /// The layers' caches.
@@ -70,12 +95,63 @@ impl KvCache {
 
     /// What a step that uses the cache depends on.
     pub fn uses(&self) -> impl Iterator<Item = (&dyn Tracked, Use)> {
-        self.slices.iter().map(|slice| (slice as &dyn Tracked, Use::State))
+        let growing = self.growing.iter().map(|growing| &growing.slice as &dyn Tracked);
+        self.fixed.iter().map(|slice| slice as &dyn Tracked).chain(growing).map(|tracked| (tracked, Use::State))
     }
 
-    /// Bytes of all of it.
+    /// Makes room for the first `tokens` positions and lets steps reach that far.
+    ///
+    /// # Errors
+    /// Out of memory, and what else the pool says. The cache is as long as it was then.
+    pub fn reach(&mut self, tokens: usize) -> Result<()> {
+        if tokens > self.reached {
+            for index in 0..self.growing.len() {
+                let Growing { slice, row_bytes } = &mut self.growing[index];
+                if let Err(error) = slice.grow_to(tokens.saturating_mul(*row_bytes)) {
+                    let before = self.reached;
+                    for Growing { slice, row_bytes } in &mut self.growing[..index] {
+                        slice.shrink_to(before * *row_bytes)?;
+                    }
+                    return Err(error.into());
+                }
+            }
+            self.reached = tokens;
+        }
+        for (touch, Growing { slice, row_bytes }) in self.touches.iter_mut().zip(&self.growing) {
+            *touch = slice.touch(tokens * row_bytes);
+        }
+        Ok(())
+    }
+
+    /// Forgets all tokens. What grew is given to whoever needs it first.
+    ///
+    /// # Errors
+    /// Those of the pool.
+    pub fn clear(&mut self) -> Result<()> {
+        for growing in &mut self.growing {
+            growing.slice.shrink_to(0)?;
+        }
+        self.reached = 0;
+        self.reach(0)
+    }
+
+    /// How far a step may reach.
+    #[must_use]
+    pub fn touches(&self) -> &[Touch] {
+        &self.touches
+    }
+
+    /// Bytes of all of it, now.
     #[must_use]
     pub fn bytes(&self) -> usize {
-        self.slices.iter().map(DeviceSlice::bytes).sum()
+        let growing = self.growing.iter().map(|growing| growing.slice.len());
+        self.fixed.iter().map(DeviceSlice::bytes).chain(growing).sum()
+    }
+
+    /// Bytes of all of it when the text is as long as it can be.
+    #[must_use]
+    pub fn most_bytes(&self) -> usize {
+        let growing = self.growing.iter().map(|growing| growing.slice.most());
+        self.fixed.iter().map(DeviceSlice::bytes).chain(growing).sum()
     }
 }
