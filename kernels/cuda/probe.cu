@@ -32,6 +32,18 @@ EVG_KERNEL(probe_gather)(const u64* table, u32* out, u32 rows, u32 len) {
     }
 }
 
+// p = place[0], seq[p] = 3 p, place[1] = seq[0] + ... + seq[p], place[0] = p + 1
+EVG_KERNEL(probe_append)(u32* seq, u32* place) {
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+        const u32 p = place[0];
+        seq[p] = 3 * p;
+        u32 sum = 0;
+        for (u32 i = 0; i <= p; i++) sum += seq[i];
+        place[0] = p + 1;
+        place[1] = sum;
+    }
+}
+
 // cell[1] = cell[0], then cell[0] += 1
 EVG_KERNEL(probe_count)(u32* cell) {
     if (blockIdx.x == 0 && threadIdx.x == 0) {

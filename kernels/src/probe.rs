@@ -2,7 +2,8 @@
 //!
 //! Scenarios, stress and tests launch them to see *which bytes* a graph reads and writes. Each works on
 //! 32-bit words, wraps around, and lists every address that it touches among its arguments, but for
-//! [`Probe::gather`], which finds its sources in a table in device memory, as batched products do.
+//! [`Probe::gather`], which finds its sources in a table in device memory, as batched products do, and [`Probe::append`], whose
+//! reach is in device memory.
 //!
 //! | kernel | does |
 //! |---|---|
@@ -12,6 +13,7 @@
 //! | [`accumulate`](Probe::accumulate) | `state[i] += input[i]` |
 //! | [`gather`](Probe::gather) | `out[i] = Σ_j table[j][i]` |
 //! | [`count`](Probe::count) | `cell[0] += 1`, `cell[1] = the old cell[0]`: right only if the cell was zero |
+//! | [`append`](Probe::append) | `p = place[0]`, `seq[p] = 3 p`, `place[1] = seq[0] + … + seq[p]`, `place[0] += 1`: a text that grows |
 
 #![allow(unsafe_code)]
 
@@ -145,8 +147,17 @@ impl Probe {
         self.launch(COUNT, 1, Args::new().ptr(cell.ptr), stream)
     }
 
+    /// `p = place[0]`, `seq[p] = 3 p`, `place[1] = seq[0] + … + seq[p]`, `place[0] = p + 1`.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn append(&self, stream: StreamHandle, seq: DevicePtr, place: Words) -> DriverResult<()> {
+        self.launch(APPEND, 1, Args::new().ptr(seq).ptr(place.ptr), stream)
+    }
+
     /// The words that a launch of `function` with these packed arguments names, the written run last; `None` for
-    /// a kernel that is not a probe. What [`gather`](Self::gather) finds in its table is not named.
+    /// a kernel that is not a probe. What [`gather`](Self::gather) finds in its table is not named, nor the sequence of
+    /// [`append`](Self::append).
     #[must_use]
     pub fn named(&self, function: FunctionHandle, args: &[u8]) -> Option<Vec<Words>> {
         let kernel = self.functions.iter().position(|known| *known == function)?;
@@ -157,6 +168,7 @@ impl Probe {
             ADD | ACCUMULATE => vec![Words::new(ptr(0)?, len(16)?), Words::new(ptr(8)?, len(16)?)],
             MIX => [0, 8, 16].into_iter().map(|at| Some(Words::new(ptr(at)?, len(24)?))).collect::<Option<_>>()?,
             GATHER => vec![Words::new(ptr(0)?, 2 * len(16)?), Words::new(ptr(8)?, len(20)?)],
+            APPEND => vec![Words::new(ptr(8)?, 2)],
             _ => vec![Words::new(ptr(0)?, 2)],
         })
     }
@@ -208,14 +220,16 @@ const MIX: usize = 2;
 const ACCUMULATE: usize = 3;
 const GATHER: usize = 4;
 const COUNT: usize = 5;
+const APPEND: usize = 6;
 
-static KERNELS: [HostKernel; 6] = [
+static KERNELS: [HostKernel; 7] = [
     HostKernel { name: "probe_fill", params: &[PTR, U32, U32], hidden_attribute: 0, body: fill },
     HostKernel { name: "probe_add", params: &[PTR, PTR, U32, U32], hidden_attribute: 0, body: add },
     HostKernel { name: "probe_mix", params: &[PTR, PTR, PTR, U32], hidden_attribute: 0, body: mix },
     HostKernel { name: "probe_accumulate", params: &[PTR, PTR, U32], hidden_attribute: 0, body: accumulate },
     HostKernel { name: "probe_gather", params: &[PTR, PTR, U32, U32], hidden_attribute: 0, body: gather },
     HostKernel { name: "probe_count", params: &[PTR], hidden_attribute: 0, body: count },
+    HostKernel { name: "probe_append", params: &[PTR, PTR], hidden_attribute: 0, body: append },
 ];
 
 /// Word counts are `u32` on the device. A longer run is refused there: nothing maps `u32::MAX` words.
@@ -264,6 +278,15 @@ fn count(launch: &KernelContext<'_>) -> Result<(), Fault> {
     let cell = launch.ptr(0)?;
     let old = read(launch, cell, 2)?;
     write(launch, cell, vec![old[0].wrapping_add(1), old[0]])
+}
+
+fn append(launch: &KernelContext<'_>) -> Result<(), Fault> {
+    let (seq, place) = (launch.ptr(0)?, launch.ptr(1)?);
+    let position = read(launch, place, 2)?[0];
+    let at = seq.checked_add(position as usize * 4).unwrap_or_default();
+    write(launch, at, vec![position.wrapping_mul(3)])?;
+    let sum = read(launch, seq, position.wrapping_add(1))?.into_iter().fold(0, u32::wrapping_add);
+    write(launch, place, vec![position.wrapping_add(1), sum])
 }
 
 /// Copied out, so that a kernel may write where it reads.

@@ -19,6 +19,7 @@ mod devices;
 mod giveback;
 mod identity;
 mod memory;
+mod pages;
 mod record;
 mod scratch;
 mod stage;
@@ -79,6 +80,7 @@ pub fn list() -> impl Iterator<Item = &'static Scenario> {
         cache::SCENARIOS,
         streams::SCENARIOS,
         memory::SCENARIOS,
+        pages::SCENARIOS,
         devices::SCENARIOS,
         deadly::SCENARIOS,
     ]
