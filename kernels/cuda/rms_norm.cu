@@ -1,9 +1,10 @@
 #include "common.cuh"
 
-// out = residual + scale * x / sqrt(mean(x^2) + eps) * weight, one block a row. The output may be x or the residual: each
-// thread reads what it writes first, and the sum is complete before anything is written.
+// out = gain * (residual + scale * x / sqrt(mean(x^2) + eps) * weight), one block a row. The output may be x or the residual:
+// each thread reads what it writes first, and the sum is complete before anything is written.
 EVG_KERNEL(rms_norm, EVG_BOUNDS(1024))(const char* x, const char* weight, const char* residual, char* out, u32 tokens, u32 heads, u32 cols,
-    u64 x_stride, u64 x_head, u64 residual_stride, u64 residual_head, u64 out_stride, u64 out_head, float eps, float scale) {
+    u64 x_stride, u64 x_head, u64 residual_stride, u64 residual_head, u64 out_stride, u64 out_head, float eps, float scale,
+    float gain) {
     const u32 threads = block_threads();
     for (u64 row = blockIdx.x; row < u64(tokens) * heads; row += gridDim.x) {
         const u32 t = u32(row / heads), h = u32(row % heads);
@@ -32,13 +33,13 @@ EVG_KERNEL(rms_norm, EVG_BOUNDS(1024))(const char* x, const char* weight, const 
                 const float4 r = *reinterpret_cast<const float4*>(add + i);
                 v = make_float4(v.x + r.x, v.y + r.y, v.z + r.z, v.w + r.w);
             }
-            *reinterpret_cast<float4*>(to + i) = v;
+            *reinterpret_cast<float4*>(to + i) = make_float4(v.x * gain, v.y * gain, v.z * gain, v.w * gain);
         }
         for (u32 i = whole + threadIdx.x; i < cols; i += threads) {
             float v = from[i] * factor;
             if (w) v *= w[i];
             if (add) v += add[i];
-            to[i] = v;
+            to[i] = v * gain;
         }
     }
 }

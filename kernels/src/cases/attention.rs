@@ -105,6 +105,7 @@ pub(super) fn cases() -> Vec<Case> {
         Shape { past: 30, tokens: 2, d: 80, dv: 130, gap: 2, ty: QuantType::F32, ..PLAIN }
             .case("other widths of values"),
         Shape { past: 300, heads: 4, kv_heads: 1, d: 256, dv: 256, ..PLAIN }.case("wide heads"),
+        Shape { past: 140, tokens: 2, heads: 16, kv_heads: 2, d: 512, dv: 512, ..PLAIN }.case("wider heads"),
         Shape { past: 150, heads: 16, kv_heads: 1, d: 576, dv: 512, ty: QuantType::BF16, ..PLAIN }.case("latent heads"),
         Shape { past: 20, heads: 2, kv_heads: 1, d: 300, dv: 1300, ..PLAIN }.case("values wider than a block"),
         Shape { past: 600, tokens: 3, window: Some(300), ..PLAIN }.case("window"),

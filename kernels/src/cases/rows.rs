@@ -46,12 +46,12 @@ fn norms() -> Vec<Case> {
         list.push(Case::new("rms_norm", format!("{name} onto the residual, strided"), 2e-6, move |t| {
             let (h, x, weight) =
                 (t.strided_noise(&shape, 1, 3)?, t.strided_noise(&shape, 2, 2)?, t.noise(&[shape[1]])?);
-            Ok(Box::new(RmsNorm { scale: 0.7, ..RmsNorm::add_to(h, x, weight, 1e-5) }))
+            Ok(Box::new(RmsNorm { scale: 0.7, gain: -1.3, ..RmsNorm::add_to(h, x, weight, 1e-5) }))
         }));
     }
     list.push(Case::new("rms_norm", "per head, in place, without weight", 2e-6, |t| {
         let x = t.strided_noise(&[5, 6, 40], 4, 12)?;
-        Ok(Box::new(RmsNorm { out: x.clone(), x, weight: None, residual: None, eps: 1e-6, scale: 1.0 }))
+        Ok(Box::new(RmsNorm { out: x.clone(), x, weight: None, residual: None, eps: 1e-6, scale: 1.0, gain: 1.0 }))
     }));
     list.push(Case::new("rms_norm", "zeros, huge and tiny rows", 2e-6, |t| {
         let mut x = vec![0.0; 4 * 100];
@@ -87,6 +87,12 @@ fn ropes() -> Vec<Case> {
         let factors: Vec<f32> = (0..32).map(|i| 1.0 + i as f32 / 4.0).collect();
         let factors = Some(t.floats(&[32], &factors)?);
         Ok(Box::new(Rope { factors, ..Rope::neox(x, positions, 5e5, 1.0) }))
+    }));
+    list.push(Case::new("rope", "factors that stop all but the first pairs", 2e-6, |t| {
+        let (x, positions) = (t.noise(&[3, 2, 512])?, t.ints(&[3], &[0, 1023, 200_000])?);
+        let factors: Vec<f32> = (0..256).map(|i| if i < 64 { 1.0 } else { 1e30 }).collect();
+        let factors = Some(t.floats(&[256], &factors)?);
+        Ok(Box::new(Rope { factors, ..Rope::neox(x, positions, 1e6, 1.0) }))
     }));
     list
 }

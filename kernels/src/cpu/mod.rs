@@ -73,7 +73,7 @@ pub(crate) static KERNELS: &[HostKernel] = &[
     kernel("matmul", &[P, D, D, D, P, D, S, P, S, P, S], product::matmul),
     kernel("mul", &[P, S, P, S, P, S, D, D], elementwise::mul),
     kernel("quantize", &[P, S, P, S, P, S, D, D], quantize::quantize),
-    kernel("rms_norm", &[P, P, P, P, D, D, D, S, S, S, S, S, S, F, F], norm::rms_norm),
+    kernel("rms_norm", &[P, P, P, P, D, D, D, S, S, S, S, S, S, F, F, F], norm::rms_norm),
     kernel("rope", &[P, S, S, P, P, S, S, D, D, D, D, D, F, F, P, F, D, F, F], rope::rope),
     kernel("router", &[P, S, P, P, P, D, D, D, D, D, D, D, F], moe::router),
     kernel("sample", &[P, D, P, P, D, P], sample::sample),

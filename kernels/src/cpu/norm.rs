@@ -16,7 +16,7 @@ pub(super) fn rms_norm(ctx: &KernelContext<'_>) -> Result<(), Fault> {
     let x_strides = [a.stride()?, a.stride()?];
     let residual_strides = [a.stride()?, a.stride()?];
     let out_strides = [a.stride()?, a.stride()?];
-    let (eps, scale) = (a.float()?, a.float()?);
+    let (eps, scale, gain) = (a.float()?, a.float()?, a.float()?);
     let dims = [tokens, heads];
     let x = Rows::<f32>::read3(ctx, x, dims, cols, x_strides)?;
     let residual = residual.map(|r| Rows::<f32>::read3(ctx, r, dims, cols, residual_strides)).transpose()?;
@@ -33,6 +33,9 @@ pub(super) fn rms_norm(ctx: &KernelContext<'_>) -> Result<(), Fault> {
             norm(level, x.row(t, h), weight, eps, scale, &mut normed);
             if let Some(residual) = &residual {
                 add(level, residual.row(t, h), &mut normed);
+            }
+            if gain != 1.0 {
+                times(level, gain, &mut normed);
             }
             out.row_mut(t, h).copy_from_slice(&normed);
         }
@@ -70,5 +73,16 @@ per_level! {
 fn add_body<const L: u8>(x: &[f32], out: &mut [f32]) {
     for (out, x) in out.iter_mut().zip(x) {
         *out += x;
+    }
+}
+
+per_level! {
+    fn times(gain: f32, out: &mut [f32]) = times_body
+}
+
+#[inline(always)]
+fn times_body<const L: u8>(gain: f32, out: &mut [f32]) {
+    for out in out {
+        *out *= gain;
     }
 }

@@ -4,7 +4,7 @@ use super::check::Check;
 use super::{Call, Op, TensorView};
 use crate::KernelError;
 
-/// `out = residual + scale * x / sqrt(mean(x^2) + eps) * weight` over the last dimension.
+/// `out = gain * (residual + scale * x / sqrt(mean(x^2) + eps) * weight)` over the last dimension.
 ///
 /// With three dimensions the norm is per head. `out` may be `x` or `residual`.
 #[derive(Clone, Debug)]
@@ -21,19 +21,21 @@ pub struct RmsNorm {
     pub eps: f32,
     /// Factor of the normed value, 1 for the plain norm.
     pub scale: f32,
+    /// Factor of everything, 1 for the plain norm.
+    pub gain: f32,
 }
 
 impl RmsNorm {
-    /// The plain norm: no residual, factor 1.
+    /// The plain norm: no residual, factors 1.
     #[must_use]
     pub fn new(x: TensorView, weight: TensorView, out: TensorView, eps: f32) -> Self {
-        Self { x, weight: Some(weight), residual: None, out, eps, scale: 1.0 }
+        Self { x, weight: Some(weight), residual: None, out, eps, scale: 1.0, gain: 1.0 }
     }
 
     /// `h += norm(x) * weight`.
     #[must_use]
     pub fn add_to(h: TensorView, x: TensorView, weight: TensorView, eps: f32) -> Self {
-        Self { x, weight: Some(weight), residual: Some(h.clone()), out: h, eps, scale: 1.0 }
+        Self { x, weight: Some(weight), residual: Some(h.clone()), out: h, eps, scale: 1.0, gain: 1.0 }
     }
 }
 
@@ -70,7 +72,8 @@ impl Op for RmsNorm {
             check.same_or_apart("out", &self.out, "residual", residual)?;
         }
         check.parameter(self.eps.is_finite() && self.eps > 0.0, "eps", self.eps, "positive")?;
-        check.parameter(self.scale.is_finite(), "scale", self.scale, "finite")
+        check.parameter(self.scale.is_finite(), "scale", self.scale, "finite")?;
+        check.parameter(self.gain.is_finite(), "gain", self.gain, "finite")
     }
 
     fn call(&self) -> Call {
@@ -90,6 +93,6 @@ impl Op for RmsNorm {
             .dim(heads)
             .dim(self.x.cols());
         let call = head(head(head(call, &self.x), residual.unwrap_or(&self.x)), &self.out);
-        call.float(self.eps).float(self.scale)
+        call.float(self.eps).float(self.scale).float(self.gain)
     }
 }
