@@ -14,6 +14,18 @@ use evergraph_runner::models;
 use evergraph_runner::sampling::Sampling;
 use serde_json::Value;
 
+/// Models whose weights are floats.
+const FLOATS: [&str; 5] =
+    ["gemma3.gguf", "gemma3-linear.gguf", "gemma4-dense.gguf", "gemma4-moe.gguf", "gemma4-e.gguf"];
+
+/// One of each kind: what goes with keys and values, experts in blocks of several types, per-layer embeddings.
+const KINDS: [&str; 4] = ["gemma3.gguf", "gemma4-dense.gguf", "gemma4-moe-q.gguf", "gemma4-e.gguf"];
+
+/// How far from its reference a model may be, as a part of the greatest value of a row.
+fn tolerance(model: &str) -> f64 {
+    if model.contains("-q.") { 2e-3 } else { 2e-4 }
+}
+
 fn data(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(name)
 }
@@ -89,32 +101,44 @@ fn trace(model: &str, config: RuntimeConfig, kv: KvType, ubatch: usize) -> Trace
     trace
 }
 
-/// Checks `found` against `expected` within 2e-4 of the greatest magnitude of `row`.
-#[track_caller]
-fn close(what: &str, row: &[f32], found: f32, expected: f64) {
-    let scale = row.iter().fold(0.0f32, |most, value| most.max(value.abs()));
-    let difference = (f64::from(found) - expected).abs();
-    assert!(difference <= 2e-4 * f64::from(scale), "{what}: {found} instead of {expected} (row up to {scale})");
-}
+/// Checks values against a reference, within a part of the greatest magnitude of a row.
+#[derive(Clone, Copy)]
+struct Checker(f64);
 
-#[track_caller]
-fn check_top(what: &str, row: &[f32], expected: &Value) {
-    let mut order: Vec<usize> = (0..row.len()).collect();
-    order.sort_by(|&a, &b| row[b].total_cmp(&row[a]));
-    for (place, pair) in expected.as_array().unwrap().iter().enumerate() {
-        let (id, value) = (pair[0].as_u64().unwrap() as usize, pair[1].as_f64().unwrap());
-        close(what, row, row[id], value);
-        // The same order, but for neighbours that are too close to tell apart.
-        close(what, row, row[order[place]], value);
+impl Checker {
+    #[track_caller]
+    fn close(self, what: &str, row: &[f32], found: f32, expected: f64) {
+        let scale = row.iter().fold(0.0f32, |most, value| most.max(value.abs()));
+        let difference = (f64::from(found) - expected).abs();
+        let most = self.0 * f64::from(scale);
+        assert!(difference <= most, "{what}: {found} instead of {expected} (row up to {scale})");
     }
-}
 
-#[track_caller]
-fn check_row(what: &str, row: &[f32], expected: &Value) {
-    let expected: Vec<f64> = list(expected);
-    assert_eq!(row.len(), expected.len(), "{what}");
-    for (index, (&found, &expected)) in row.iter().zip(&expected).enumerate() {
-        close(&format!("{what}[{index}]"), row, found, expected);
+    #[track_caller]
+    fn norm(self, what: &str, row: &[f32], expected: &Value) {
+        let (found, expected) = (l2(row), expected.as_f64().unwrap());
+        assert!((found - expected).abs() <= self.0 * expected, "norm of {what}: {found} not {expected}");
+    }
+
+    #[track_caller]
+    fn top(self, what: &str, row: &[f32], expected: &Value) {
+        let mut order: Vec<usize> = (0..row.len()).collect();
+        order.sort_by(|&a, &b| row[b].total_cmp(&row[a]));
+        for (place, pair) in expected.as_array().unwrap().iter().enumerate() {
+            let (id, value) = (pair[0].as_u64().unwrap() as usize, pair[1].as_f64().unwrap());
+            self.close(what, row, row[id], value);
+            // The same order, but for neighbours that are too close to tell apart.
+            self.close(what, row, row[order[place]], value);
+        }
+    }
+
+    #[track_caller]
+    fn row(self, what: &str, row: &[f32], expected: &Value) {
+        let expected: Vec<f64> = list(expected);
+        assert_eq!(row.len(), expected.len(), "{what}");
+        for (index, (&found, &expected)) in row.iter().zip(&expected).enumerate() {
+            self.close(&format!("{what}[{index}]"), row, found, expected);
+        }
     }
 }
 
@@ -129,46 +153,46 @@ fn mean(row: &[f32]) -> f64 {
 /// Every value of the reference file.
 fn check(model: &str, trace: &Trace) {
     let golden = json(&model.replace(".gguf", ".json"));
+    let checker = Checker(tolerance(model));
     let prefill = &golden["prefill"];
     let positions = golden["prompt_tokens"].as_array().unwrap().len();
     assert_eq!(trace.prompt.len(), positions);
-    check_row("last logits", trace.prompt.last().unwrap(), &prefill["logits_last"]);
+    checker.row(&format!("{model}: last logits"), trace.prompt.last().unwrap(), &prefill["logits_last"]);
     for (position, row) in trace.prompt.iter().enumerate() {
-        check_top(&format!("position {position}"), row, &prefill["top5"][position]);
-        close("mean of logits", row, mean(row) as f32, prefill["logits_mean"][position].as_f64().unwrap());
-        let norm = prefill["logits_l2"][position].as_f64().unwrap();
-        assert!((l2(row) - norm).abs() <= 2e-4 * norm, "norm of logits at {position}: {} not {norm}", l2(row));
+        let what = format!("{model}: position {position}");
+        checker.top(&what, row, &prefill["top5"][position]);
+        checker.close(&what, row, mean(row) as f32, prefill["logits_mean"][position].as_f64().unwrap());
+        checker.norm(&what, row, &prefill["logits_l2"][position]);
     }
 
     let decode = &golden["decode"];
-    assert_eq!(trace.tokens, list::<u32>(&decode["tokens"]));
+    assert_eq!(trace.tokens, list::<u32>(&decode["tokens"]), "{model}");
     for (step, row) in trace.decode.iter().enumerate() {
-        check_top(&format!("step {step}"), row, &decode["top5"][step]);
+        checker.top(&format!("{model}: step {step}"), row, &decode["top5"][step]);
     }
-    check_row("final logits", trace.decode.last().unwrap(), &decode["logits_final"]);
+    checker.row(&format!("{model}: final logits"), trace.decode.last().unwrap(), &decode["logits_final"]);
 
     let layers = golden["layers"].as_array().unwrap();
     assert_eq!(layers.len(), trace.outputs.len());
     for (layer, output) in layers.iter().zip(&trace.outputs) {
-        let name = layer["name"].as_str().unwrap();
+        let name = format!("{model}: {}", layer["name"].as_str().unwrap());
         let width = output.len() / positions;
         let (first, last) = (&output[..width], &output[output.len() - width..]);
-        close(name, output, mean(output) as f32, layer["mean"].as_f64().unwrap());
+        checker.close(&name, output, mean(output) as f32, layer["mean"].as_f64().unwrap());
         let magnitudes: Vec<f32> = output.iter().map(|value| value.abs()).collect();
-        close(name, output, mean(&magnitudes) as f32, layer["abs_mean"].as_f64().unwrap());
+        checker.close(&name, output, mean(&magnitudes) as f32, layer["abs_mean"].as_f64().unwrap());
         for (row, key) in [(first, "l2_first"), (last, "l2_last")] {
-            let norm = layer[key].as_f64().unwrap();
-            assert!((l2(row) - norm).abs() <= 2e-4 * norm, "{name} {key}: {} not {norm}", l2(row));
+            checker.norm(&format!("{name} {key}"), row, &layer[key]);
         }
         for (index, expected) in list::<f64>(&layer["last_first8"]).iter().enumerate() {
-            close(&format!("{name}[{index}]"), last, last[index], *expected);
+            checker.close(&format!("{name}[{index}]"), last, last[index], *expected);
         }
     }
 }
 
 #[test]
 fn the_prompt_in_one_step_gives_every_reference_value() {
-    for model in ["gemma3.gguf", "gemma3-linear.gguf"] {
+    for model in FLOATS.into_iter().chain(["gemma4-moe-q.gguf"]) {
         check(model, &trace(model, config(PoolMode::Vmm, true, None), KvType::F32, 512));
     }
 }
@@ -176,39 +200,54 @@ fn the_prompt_in_one_step_gives_every_reference_value() {
 #[test]
 fn the_prompt_in_small_steps_gives_every_reference_value() {
     // 7 does not divide 48, and the window of 16 spans several steps: the ring of the local layers wraps.
-    for model in ["gemma3.gguf", "gemma3-linear.gguf"] {
-        check(model, &trace(model, config(PoolMode::Vmm, true, None), KvType::F32, 7));
+    for model in FLOATS.into_iter().chain(["gemma4-moe-q.gguf"]) {
+        check(model, &trace(model, config(PoolMode::Slab, true, None), KvType::F32, 7));
     }
 }
 
 #[test]
 fn the_prompt_token_by_token_gives_every_reference_value() {
-    for model in ["gemma3.gguf", "gemma3-linear.gguf"] {
-        check(model, &trace(model, config(PoolMode::Vmm, true, None), KvType::F32, 1));
+    for model in FLOATS.into_iter().chain(["gemma4-moe-q.gguf"]) {
+        check(model, &trace(model, config(PoolMode::Vmm, false, None), KvType::F32, 1));
     }
 }
 
 #[test]
 fn half_precision_caches_change_little() {
-    let exact = trace("gemma3.gguf", config(PoolMode::Vmm, true, None), KvType::F32, 512);
-    for kv in [KvType::F16, KvType::Bf16] {
-        let rounded = trace("gemma3.gguf", config(PoolMode::Vmm, true, None), kv, 512);
-        assert_ne!(exact.prompt, rounded.prompt, "{kv:?} rounds");
-        let apart = exact.prompt.iter().flatten().zip(rounded.prompt.iter().flatten());
-        let worst = apart.map(|(a, b)| (a - b).abs()).fold(0.0f32, f32::max);
-        assert!(worst < 0.2, "{kv:?}: {worst}");
+    for model in FLOATS.into_iter().chain(["gemma4-moe-q.gguf"]) {
+        let exact = trace(model, config(PoolMode::Vmm, true, None), KvType::F32, 512);
+        let greatest = |rows: &[Vec<f32>]| rows.iter().flatten().fold(0.0f32, |most, value| most.max(value.abs()));
+        let scale = greatest(&exact.prompt);
+        // These models answer to rounding more than large ones do: with the keys and values rounded to half precision and
+        // everything else in double precision, the logits of gemma4-dense move by 2.4e-3 in the median, and by up to 6e-3
+        // in gemma4-e.
+        for (kv, factor) in [(KvType::F16, 1.0), (KvType::Bf16, 8.0)] {
+            let rounded = trace(model, config(PoolMode::Vmm, true, None), kv, 512);
+            assert_ne!(exact.prompt, rounded.prompt, "{model}, {kv:?} rounds");
+            let apart = |(a, b): (&Vec<f32>, &Vec<f32>)| {
+                a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0f32, f32::max) / scale
+            };
+            let mut errors: Vec<f32> = exact.prompt.iter().zip(&rounded.prompt).map(apart).collect();
+            errors.sort_by(f32::total_cmp);
+            let median = errors[errors.len() / 2];
+            assert!(median <= 3e-3 * factor, "{model}, {kv:?}: {median:e} in the median");
+            // Where two experts are about as good, a rounded cache may choose the other: one position in ten may be off.
+            let most = errors[errors.len() * 9 / 10];
+            assert!(most <= 8e-3 * factor, "{model}, {kv:?}: {most:e}");
+        }
     }
 }
 
 #[test]
 fn graphs_pools_and_limits_do_not_change_a_bit() {
-    for ubatch in [512, 7, 1] {
-        let plain = trace("gemma3.gguf", config(PoolMode::Vmm, false, None), KvType::F16, ubatch);
-        for mode in [PoolMode::Vmm, PoolMode::Slab] {
-            for graphs in [true, false] {
-                for limit in [None, Some(24 << 20)] {
-                    let other = trace("gemma3.gguf", config(mode, graphs, limit), KvType::F16, ubatch);
-                    assert!(other == plain, "{mode}, graphs {graphs}, limit {limit:?}, steps of {ubatch}");
+    for model in KINDS {
+        let ubatches = if model == KINDS[0] { &[512, 7, 1][..] } else { &[7] };
+        for &ubatch in ubatches {
+            let plain = trace(model, config(PoolMode::Vmm, false, None), KvType::F16, ubatch);
+            for mode in [PoolMode::Vmm, PoolMode::Slab] {
+                for (graphs, limit) in [(true, None), (true, Some(24 << 20)), (false, Some(24 << 20))] {
+                    let other = trace(model, config(mode, graphs, limit), KvType::F16, ubatch);
+                    assert!(other == plain, "{model}, {mode}, graphs {graphs}, limit {limit:?}, steps of {ubatch}");
                 }
             }
         }

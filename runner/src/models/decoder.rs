@@ -6,6 +6,7 @@ use evergraph_pool::{Tracked, Use};
 use super::block::{Block, Shared};
 use super::input::{Input, Room};
 use super::kv::KvCache;
+use super::layer_input::LayerInputs;
 use super::weights::Weights;
 use crate::engine::Step;
 use crate::error::Result;
@@ -27,6 +28,8 @@ pub struct Decoder {
     pub embedding: TensorView,
     /// Factor of embedded tokens.
     pub embedding_scale: f32,
+    /// Where each block's own input comes from, in models that have such.
+    pub layer_inputs: Option<LayerInputs>,
     /// The blocks.
     pub blocks: Vec<Block>,
     /// Norm after the last block, `[D]`.
@@ -65,15 +68,23 @@ impl Decoder {
     ) -> Result<()> {
         let tokens = ids.dim(0);
         let h = step.floats("residual", &[tokens, self.width])?;
-        let shared = Shared::new(step, &self.blocks, tokens, self.width)?;
         step.push(GetRows {
             table: self.embedding.clone(),
             ids: ids.clone(),
             out: h.clone(),
             scale: self.embedding_scale,
         })?;
+        let inputs = match &self.layer_inputs {
+            Some(inputs) => Some((inputs.forward(step, ids, &h, self.eps)?, inputs.width)),
+            None => None,
+        };
+        let shared = Shared::new(step, &self.blocks, positions, self.width, self.eps)?;
         for (index, (block, layer)) in self.blocks.iter().zip(cache.layers()).enumerate() {
-            block.forward(step, &shared, &h, positions, layer, self.eps)?;
+            let input = match &inputs {
+                Some((inputs, width)) => Some(inputs.narrow(1, index * width, *width)?),
+                None => None,
+            };
+            block.forward(step, &shared, &h, input.as_ref(), layer)?;
             tap(step, taps, index, &h)?;
         }
         step.push(RmsNorm::new(h, self.output_norm.clone(), out.clone(), self.eps))?;

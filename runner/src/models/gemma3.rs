@@ -8,12 +8,15 @@ use std::sync::Arc;
 
 use evergraph_kernels::ops::{Activation, TensorView};
 
-use super::block::{AttentionPart, Block, FeedForward};
+use super::attention::{AttentionPart, KeyValue, OwnKeyValue, Rotation};
+use super::block::Block;
 use super::decoder::Decoder;
-use super::weights::Weights;
+use super::feed_forward::{Branch, Dense, Experts, FeedForward, GateUp};
+use super::keys::{self, Keys};
+use super::weights::{Weights, missing};
 use crate::engine::Runtime;
 use crate::error::{Error, Result};
-use crate::gguf::{Gguf, Value};
+use crate::gguf::Gguf;
 
 /// The numbers in a file's metadata.
 #[derive(Debug, PartialEq)]
@@ -34,59 +37,41 @@ struct Shape {
     local: Vec<bool>,
     softcap: Option<f32>,
     experts: Option<(usize, usize)>,
+    vocabulary: usize,
 }
 
 impl Shape {
     fn read(file: &Gguf) -> Result<Self> {
-        let arch = file.architecture()?;
-        let key = |name: &str| format!("{arch}.{name}");
-        let size = |name: &str, most: u64| file.require_in(&key(name), 1..=most).map(|value| value as usize);
-        let positive = |name: &str, default: Option<f32>| {
-            let found = file.get_f32(&key(name))?;
-            match found.or(default) {
-                Some(value) if value > 0.0 => Ok(value),
-                _ => Err(Error::metadata(key(name), "a positive number", format!("{found:?}"))),
-            }
-        };
-        let blocks = size("block_count", 512)?;
-        let width = size("embedding_length", 1 << 20)?;
-        let heads = size("attention.head_count", 1 << 12)?;
-        let kv_heads = size("attention.head_count_kv", 1 << 12)?;
-        if !heads.is_multiple_of(kv_heads) {
-            return Err(Error::metadata(key("attention.head_count_kv"), format!("a divisor of {heads}"), kv_heads));
-        }
-        let key_dim = size("attention.key_length", 1 << 14)?;
+        let keys = Keys::new(file)?;
+        let blocks = keys.size("block_count", keys::MOST_BLOCKS)?;
+        let width = keys.size("embedding_length", keys::MOST_WIDTH)?;
+        let heads = keys.size("attention.head_count", keys::MOST_HEADS)?;
+        let kv_heads = keys.size("attention.head_count_kv", keys::MOST_HEADS)?;
+        keys::check_heads(keys.name("attention.head_count_kv"), heads, kv_heads)?;
+        let key_dim = keys.size("attention.key_length", keys::MOST_HEAD_DIM)?;
         if !key_dim.is_multiple_of(2) {
-            return Err(Error::metadata(key("attention.key_length"), "an even number", key_dim));
+            return Err(Error::metadata(keys.name("attention.key_length"), "an even number", key_dim));
         }
-        let experts = match file.get_in(&key("expert_count"), 0..=1024)? {
-            None | Some(0) => None,
-            Some(count) => Some((count as usize, size("expert_used_count", count)?)),
-        };
-        let window = file.get_in(&key("attention.sliding_window"), 0..=i32::MAX as u64)?.unwrap_or(0) as u32;
+        let experts = keys.experts()?;
+        let hidden = if experts.is_some() { "expert_feed_forward_length" } else { "feed_forward_length" };
         Ok(Self {
             blocks,
             width,
-            context: size("context_length", i32::MAX as u64)?,
-            hidden: size(
-                if experts.is_some() { "expert_feed_forward_length" } else { "feed_forward_length" },
-                1 << 20,
-            )?,
+            context: keys.size("context_length", i32::MAX as u64)?,
+            hidden: keys.size(hidden, keys::MOST_WIDTH)?,
             heads,
             kv_heads,
             key_dim,
-            value_dim: size("attention.value_length", 1 << 14)?,
-            eps: positive("attention.layer_norm_rms_epsilon", None)?,
-            rope_base: positive("rope.freq_base", Some(1e6))?,
-            rope_base_local: positive("rope.freq_base_swa", Some(1e4))?,
-            rope_scale: rope_scale(file, &key("rope.scaling.type"), &key("rope.scaling.factor"))?,
-            window: (window > 0).then_some(window),
-            local: local_layers(file, &key("attention.sliding_window_pattern"), blocks)?,
-            softcap: file
-                .get_f32(&key("final_logit_softcapping"))?
-                .map(|_| positive("final_logit_softcapping", None))
-                .transpose()?,
+            value_dim: keys.size("attention.value_length", keys::MOST_HEAD_DIM)?,
+            eps: keys.positive("attention.layer_norm_rms_epsilon", None)?,
+            rope_base: keys.positive("rope.freq_base", Some(1e6))?,
+            rope_base_local: keys.positive("rope.freq_base_swa", Some(1e4))?,
+            rope_scale: rope_scale(&keys)?,
+            window: keys.window()?,
+            local: keys.local_blocks(blocks, Some(6))?,
+            softcap: keys.positive_or_none("final_logit_softcapping")?,
             experts,
+            vocabulary: keys.vocabulary(width)?,
         })
     }
 
@@ -99,35 +84,15 @@ impl Shape {
 }
 
 /// Factor of the global layers' rotation angles.
-fn rope_scale(file: &Gguf, kind: &str, factor: &str) -> Result<f32> {
-    match file.get_str(kind)? {
+fn rope_scale(keys: &Keys<'_>) -> Result<f32> {
+    match keys.text("rope.scaling.type")? {
         None | Some("none") => Ok(1.0),
-        Some("linear") => match file.get_f32(factor)? {
-            None => Ok(1.0),
-            Some(value) if value > 0.0 => Ok(1.0 / value),
-            Some(value) => Err(Error::metadata(factor, "a positive number", value)),
-        },
+        Some("linear") => Ok(1.0 / keys.positive("rope.scaling.factor", Some(1.0))?),
         Some(other) => Err(Error::Unsupported {
             what: "this kind of position scaling for gemma3",
             found: other.to_owned(),
             advice: "a file with linear scaling or none".to_owned(),
         }),
-    }
-}
-
-/// Which layers see a sliding window only: all but every N-th, or as a list says.
-fn local_layers(file: &Gguf, key: &str, blocks: usize) -> Result<Vec<bool>> {
-    let expected = || format!("a period, or a list of {blocks} bools");
-    match file.get(key) {
-        None => Ok((0..blocks).map(|index| index % 6 < 5).collect()),
-        Some(Value::Array(list)) => {
-            let local: Vec<bool> = list.iter().take(blocks).filter_map(Value::as_bool).collect();
-            if local.len() == blocks { Ok(local) } else { Err(Error::metadata(key, expected(), list.len())) }
-        }
-        Some(value) => match value.as_u64() {
-            Some(period @ 1..=512) => Ok((0..blocks).map(|index| index as u64 % period < period - 1).collect()),
-            _ => Err(Error::metadata(key, expected(), value)),
-        },
     }
 }
 
@@ -138,18 +103,18 @@ fn local_layers(file: &Gguf, key: &str, blocks: usize) -> Result<Vec<bool>> {
 /// those of the pool.
 pub(super) fn load(file: Arc<Gguf>, runtime: &Runtime) -> Result<Decoder> {
     let shape = Shape::read(&file)?;
-    let vocabulary = vocabulary(&file, shape.width)?;
     let weights = Weights::load(file, runtime)?;
-    let embedding = weights.get("token_embd.weight", &[vocabulary, shape.width])?;
-    let output = weights.find("output.weight", &[vocabulary, shape.width])?.unwrap_or_else(|| embedding.clone());
+    let embedding = weights.get("token_embd.weight", &[shape.vocabulary, shape.width])?;
+    let output = weights.find("output.weight", &[shape.vocabulary, shape.width])?.unwrap_or_else(|| embedding.clone());
     let blocks = (0..shape.blocks).map(|index| block(&weights, &shape, index)).collect::<Result<_>>()?;
     Ok(Decoder {
         width: shape.width,
-        vocabulary,
+        vocabulary: shape.vocabulary,
         context: shape.context,
         eps: shape.eps,
         embedding,
         embedding_scale: (shape.width as f32).sqrt(),
+        layer_inputs: None,
         blocks,
         output_norm: weights.vector("output_norm.weight", shape.width)?,
         output,
@@ -158,30 +123,14 @@ pub(super) fn load(file: Arc<Gguf>, runtime: &Runtime) -> Result<Decoder> {
     })
 }
 
-/// Number of tokens: the rows of the embedding, which the tokenizer must agree with.
-fn vocabulary(file: &Gguf, width: usize) -> Result<usize> {
-    let name = "token_embd.weight";
-    let tensor =
-        file.tensor(name).ok_or_else(|| Error::tensor(name, format!("shape [V, {width}]"), "no such tensor"))?;
-    let rows = match tensor.shape()[..] {
-        [rows, _] if rows <= i32::MAX as u64 => rows as usize,
-        _ => return Err(Error::tensor(name, format!("shape [V, {width}]"), format!("{:?}", tensor.shape()))),
-    };
-    let key = "tokenizer.ggml.tokens";
-    if let Some(tokens) = file.get_strings(key)?
-        && tokens.len() != rows
-    {
-        return Err(Error::metadata(key, format!("{rows} tokens, one for each row of {name}"), tokens.len()));
-    }
-    Ok(rows)
-}
-
 fn block(weights: &Weights, shape: &Shape, index: usize) -> Result<Block> {
     let name = |part: &str| format!("blk.{index}.{part}.weight");
     let width = shape.width;
     let norm = |part: &str| weights.vector(&name(part), width);
     let local = shape.window.is_some() && shape.local.get(index).copied().unwrap_or(false);
-    let (q, k, v) = projections(weights, shape, &name)?;
+    let rows = [shape.heads * shape.key_dim, shape.kv_heads * shape.key_dim, shape.kv_heads * shape.value_dim];
+    let [q, k, v] = weights.projections(&name, rows, width)?;
+    let there = |part: &str, view: Option<TensorView>| view.ok_or_else(|| missing(&name(part)));
     Ok(Block {
         attn_norm: norm("attn_norm")?,
         attention: AttentionPart {
@@ -190,54 +139,43 @@ fn block(weights: &Weights, shape: &Shape, index: usize) -> Result<Block> {
             key_dim: shape.key_dim,
             value_dim: shape.value_dim,
             window: if local { shape.window } else { None },
-            rope_base: if local { shape.rope_base_local } else { shape.rope_base },
-            rope_scale: if local { 1.0 } else { shape.rope_scale },
+            rotation: Rotation {
+                dims: shape.key_dim,
+                base: if local { shape.rope_base_local } else { shape.rope_base },
+                scale: if local { 1.0 } else { shape.rope_scale },
+                factors: None,
+            },
             scale: shape.attention_scale(),
-            q,
-            k,
-            v,
+            q: there("attn_q", q)?,
             q_norm: weights.vector(&name("attn_q_norm"), shape.key_dim)?,
-            k_norm: weights.vector(&name("attn_k_norm"), shape.key_dim)?,
+            kv: KeyValue::Own(Box::new(OwnKeyValue {
+                k: there("attn_k", k)?,
+                v: Some(there("attn_v", v)?),
+                k_norm: weights.vector(&name("attn_k_norm"), shape.key_dim)?,
+                norm_values: false,
+            })),
             output: weights.get(&name("attn_output"), &[width, shape.heads * shape.value_dim])?,
         },
         post_attn_norm: norm("post_attention_norm")?,
-        ffn_norm: norm("ffn_norm")?,
-        ffn: feed_forward(weights, shape, &name)?,
+        branches: vec![Branch { norm: norm("ffn_norm")?, part: feed_forward(weights, shape, &name)?, post_norm: None }],
         post_ffn_norm: norm("post_ffw_norm")?,
+        input: None,
+        gain: 1.0,
     })
-}
-
-/// The three projections, from tensors of their own or from one with the rows of q, k and v.
-fn projections(
-    weights: &Weights,
-    shape: &Shape,
-    name: &dyn Fn(&str) -> String,
-) -> Result<(TensorView, TensorView, TensorView)> {
-    let rows = [shape.heads * shape.key_dim, shape.kv_heads * shape.key_dim, shape.kv_heads * shape.value_dim];
-    if let Some(fused) = weights.find(&name("attn_qkv"), &[rows.iter().sum(), shape.width])? {
-        let part = |start: usize, rows: usize| fused.narrow(0, start, rows);
-        return Ok((part(0, rows[0])?, part(rows[0], rows[1])?, part(rows[0] + rows[1], rows[2])?));
-    }
-    let get = |part: &str, rows: usize| weights.get(&name(part), &[rows, shape.width]);
-    Ok((get("attn_q", rows[0])?, get("attn_k", rows[1])?, get("attn_v", rows[2])?))
 }
 
 fn feed_forward(weights: &Weights, shape: &Shape, name: &dyn Fn(&str) -> String) -> Result<FeedForward> {
     let (width, hidden, activation) = (shape.width, shape.hidden, Activation::GeluTanh);
     let Some((experts, used)) = shape.experts else {
-        return Ok(FeedForward::Dense {
-            gate: weights.get(&name("ffn_gate"), &[hidden, width])?,
-            up: weights.get(&name("ffn_up"), &[hidden, width])?,
-            down: weights.get(&name("ffn_down"), &[width, hidden])?,
-            activation,
-        });
+        return Ok(FeedForward::Dense(Box::new(Dense::load(weights, name, [hidden, width], activation)?)));
     };
-    Ok(FeedForward::Experts {
+    Ok(FeedForward::Experts(Box::new(Experts {
         router: weights.get(&name("ffn_gate_inp"), &[experts, width])?,
-        gate: weights.get(&name("ffn_gate_exps"), &[experts, hidden, width])?,
-        up: weights.get(&name("ffn_up_exps"), &[experts, hidden, width])?,
+        router_norm: None,
+        gate_up: GateUp::load(weights, name, [experts, hidden, width])?,
         down: weights.get(&name("ffn_down_exps"), &[experts, width, hidden])?,
+        down_scale: None,
         used,
         activation,
-    })
+    })))
 }

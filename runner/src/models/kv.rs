@@ -3,12 +3,13 @@
 use evergraph_kernels::ops::TensorView;
 use evergraph_pool::{DeviceSlice, GrowableSlice, Purpose, Touch, Tracked, Use};
 
+use super::attention::KeyValue;
 use super::block::Block;
 use crate::engine::{KvType, Runtime};
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// One layer's cache.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct LayerCache {
     /// `[C, kv_heads, key_dim]`.
     pub k: TensorView,
@@ -18,7 +19,7 @@ pub struct LayerCache {
     pub ring: bool,
 }
 
-/// The caches of all layers.
+/// The caches of all layers; those of layers that share one are the same views.
 ///
 /// # Reuse and capture
 /// Addresses are fixed for the life of the sequence; where to write and how far to read stands in device
@@ -56,12 +57,18 @@ impl KvCache {
         batch: usize,
         types: (KvType, KvType),
     ) -> Result<Self> {
-        let (mut layers, mut fixed, mut growing) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut layers, mut fixed, mut growing) = (Vec::<LayerCache>::new(), Vec::new(), Vec::new());
         let pool = runtime.pool();
         // What shares its last chunk with nobody should have a few.
         let worth = pool.chunk_bytes().map_or(usize::MAX, |chunk| 2 * chunk);
         for (index, block) in blocks.iter().enumerate() {
             let part = &block.attention;
+            if let KeyValue::Of(source) = part.kv {
+                let shared = layers.get(source).cloned();
+                let missing = || Error::CheckFailed(format!("block {index} reads the cache of block {source}"));
+                layers.push(shared.ok_or_else(missing)?);
+                continue;
+            }
             let kept = part.window.map_or(context, |window| (window as usize).saturating_add(batch).min(context));
             let mut tensor = |what: &str, ty: KvType, width: usize| {
                 let shape = [kept, part.kv_heads, width];

@@ -1,23 +1,37 @@
 //! Models: from the tensors of a file to the ops of a step.
 
+mod attention;
 mod block;
 mod decoder;
+mod feed_forward;
 mod gemma3;
+mod gemma4;
 mod input;
+mod keys;
 mod kv;
+mod layer_input;
 mod weights;
 
 use std::path::PathBuf;
 use std::sync::Arc;
 
-pub use block::{AttentionPart, Block, FeedForward};
+pub use attention::{AttentionPart, KeyValue, OwnKeyValue, Rotation};
+pub use block::Block;
 pub use decoder::{Decoder, Taps};
+pub use feed_forward::{Branch, Dense, Experts, FeedForward, GateUp};
 pub use kv::{KvCache, LayerCache};
+pub use layer_input::{LayerInput, LayerInputs};
 pub use weights::Weights;
 
 use crate::engine::Runtime;
 use crate::error::{Error, Result};
 use crate::gguf::Gguf;
+
+/// Builds the model of a file on a device.
+type Load = fn(Arc<Gguf>, &Runtime) -> Result<Decoder>;
+
+/// What is there, by the name that files give it (`general.architecture`).
+const ARCHITECTURES: &[(&str, Load)] = &[("gemma3", gemma3::load), ("gemma4", gemma4::load)];
 
 /// Builds the model that a file holds.
 ///
@@ -25,13 +39,17 @@ use crate::gguf::Gguf;
 /// [`Error::Unsupported`] for an architecture that is not there; [`Error::Metadata`] and [`Error::Tensor`] for a
 /// file that does not hold together; those of the pool.
 pub fn load(file: Arc<Gguf>, runtime: &Runtime) -> Result<Decoder> {
-    match file.architecture()? {
-        "gemma3" => gemma3::load(file, runtime),
-        other => Err(Error::Unsupported {
-            what: "this architecture",
-            found: other.to_owned(),
-            advice: "a gemma3 model".to_owned(),
-        }),
+    let name = file.architecture()?;
+    match ARCHITECTURES.iter().find(|(known, _)| *known == name) {
+        Some((_, load)) => load(file, runtime),
+        None => {
+            let known: Vec<&str> = ARCHITECTURES.iter().map(|(known, _)| *known).collect();
+            Err(Error::Unsupported {
+                what: "this architecture",
+                found: name.to_owned(),
+                advice: format!("a model of {}", known.join(" or ")),
+            })
+        }
     }
 }
 

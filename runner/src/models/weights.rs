@@ -129,6 +129,59 @@ impl Weights {
         if view.ty() == QuantType::F32 { Ok(view) } else { Err(Error::tensor(name, "type F32", view.ty())) }
     }
 
+    /// As [`vector`](Self::vector), but the tensor may be missing.
+    ///
+    /// # Errors
+    /// As [`vector`](Self::vector) for a tensor that is there.
+    pub fn find_vector(&self, name: &str, len: usize) -> Result<Option<TensorView>> {
+        if self.has(name) { self.vector(name, len).map(Some) } else { Ok(None) }
+    }
+
+    /// A tensor of one finite float, as a number; the tensor may be missing.
+    ///
+    /// # Errors
+    /// [`Error::Tensor`] if it is something else.
+    pub fn find_number(&self, name: &str) -> Result<Option<f32>> {
+        let Some(tensor) = self.file.tensor(name) else { return Ok(None) };
+        self.vector(name, 1)?;
+        match self.file.data(tensor).first_chunk().map(|bytes| f32::from_le_bytes(*bytes)) {
+            Some(value) if value.is_finite() => Ok(Some(value)),
+            found => Err(Error::tensor(name, "a finite number", format!("{found:?}"))),
+        }
+    }
+
+    /// The projections to queries, keys and values, of so many rows each: from tensors of their own, or from one that
+    /// holds the rows of all, of the first two, or of the first alone. `name` makes whole names.
+    ///
+    /// # Errors
+    /// As [`get`](Self::get) for tensors that are there.
+    pub(super) fn projections(
+        &self,
+        name: &dyn Fn(&str) -> String,
+        rows: [usize; 3],
+        width: usize,
+    ) -> Result<[Option<TensorView>; 3]> {
+        let fused = name("attn_qkv");
+        let mut views = [const { None }; 3];
+        match self.file.tensor(&fused) {
+            Some(tensor) => {
+                let found = tensor.shape().first().copied();
+                let sum = |parts: usize| rows[..parts].iter().sum::<usize>();
+                let parts = (1..3).find(|&parts| found == Some(sum(parts) as u64)).unwrap_or(3);
+                let all = self.get(&fused, &[sum(parts), width])?;
+                for (part, view) in views.iter_mut().enumerate().take(parts) {
+                    *view = Some(all.narrow(0, sum(part), rows[part])?);
+                }
+            }
+            None => {
+                for ((view, part), rows) in views.iter_mut().zip(["attn_q", "attn_k", "attn_v"]).zip(rows) {
+                    *view = self.find(&name(part), &[rows, width])?;
+                }
+            }
+        }
+        Ok(views)
+    }
+
     /// Address of a tensor, and the id of the allocation it lies in.
     fn place(&self, tensor: &TensorInfo) -> Result<(DevicePtr, u64)> {
         let lost = || Error::tensor(tensor.name(), "a place on the device", "none");
@@ -144,4 +197,9 @@ impl Weights {
             }
         }
     }
+}
+
+/// What is wrong with a file that lacks a tensor.
+pub(super) fn missing(name: &str) -> Error {
+    Error::tensor(name, "a tensor", "no such tensor")
 }

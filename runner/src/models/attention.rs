@@ -1,0 +1,158 @@
+//! Attention: projections, norms of heads, rotation, the cache.
+
+use evergraph_kernels::ops::{Attention, KvStore, RmsNorm, Rope, TensorView};
+
+use super::block::{Shared, fitted};
+use super::input::Input;
+use super::kv::LayerCache;
+use crate::engine::Step;
+use crate::error::Result;
+
+/// Grouped attention with normed and rotated heads.
+#[derive(Debug)]
+pub struct AttentionPart {
+    /// Query heads.
+    pub heads: usize,
+    /// Key and value heads.
+    pub kv_heads: usize,
+    /// Elements of a query or key head.
+    pub key_dim: usize,
+    /// Elements of a value head.
+    pub value_dim: usize,
+    /// Sliding window, tokens; none for global layers.
+    pub window: Option<u32>,
+    /// How queries and keys are rotated.
+    pub rotation: Rotation,
+    /// Factor of the scores.
+    pub scale: f32,
+    /// `[heads * key_dim, D]`.
+    pub q: TensorView,
+    /// `[key_dim]`.
+    pub q_norm: TensorView,
+    /// Where keys and values come from.
+    pub kv: KeyValue,
+    /// `[D, heads * value_dim]`.
+    pub output: TensorView,
+}
+
+/// Rotary embedding of heads, in halves.
+#[derive(Clone, Debug)]
+pub struct Rotation {
+    /// The first elements of a head that are rotated.
+    pub dims: usize,
+    /// Base of the frequencies.
+    pub base: f32,
+    /// Factor of the angles.
+    pub scale: f32,
+    /// Divisors of the frequencies, `[dims / 2]`.
+    pub factors: Option<TensorView>,
+}
+
+/// Keys and values of a block.
+#[derive(Debug)]
+pub enum KeyValue {
+    /// Of its own.
+    Own(Box<OwnKeyValue>),
+    /// Those in the cache of the block of this number, which comes before.
+    Of(usize),
+}
+
+/// How a block makes its keys and values.
+#[derive(Debug)]
+pub struct OwnKeyValue {
+    /// `[kv_heads * key_dim, D]`.
+    pub k: TensorView,
+    /// `[kv_heads * value_dim, D]`; none where values are the keys before norm and rotation.
+    pub v: Option<TensorView>,
+    /// `[key_dim]`.
+    pub k_norm: TensorView,
+    /// Whether values are normed, without a weight.
+    pub norm_values: bool,
+}
+
+impl AttentionPart {
+    /// The weights of all its products.
+    pub(super) fn products(&self) -> impl Iterator<Item = &TensorView> {
+        self.projections().chain([&self.output])
+    }
+
+    /// The weights of the products with its input.
+    fn projections(&self) -> impl Iterator<Item = &TensorView> {
+        let (k, v) = match &self.kv {
+            KeyValue::Own(own) => (Some(&own.k), own.v.as_ref()),
+            KeyValue::Of(_) => (None, None),
+        };
+        [Some(&self.q), k, v].into_iter().flatten()
+    }
+
+    /// What attention adds for the normed input in `shared.x`, into `shared.y`.
+    pub(super) fn forward(&self, step: &mut Step<'_>, shared: &Shared, cache: &LayerCache) -> Result<()> {
+        let (tokens, positions, eps) = (shared.x.dim(0), &shared.positions, shared.eps);
+        let room = shared.room.as_ref();
+        let x = Input::new(step, room, &shared.x, self.projections())?;
+        let q = fitted(&shared.q, tokens, self.heads * self.key_dim)?;
+        x.times(step, &self.q, &q)?;
+        let q = q.heads(self.heads)?;
+        if let KeyValue::Own(own) = &self.kv {
+            let k = fitted(&shared.k, tokens, self.kv_heads * self.key_dim)?;
+            x.times(step, &own.k, &k)?;
+            let v = match &own.v {
+                Some(weight) => {
+                    let v = fitted(&shared.v, tokens, self.kv_heads * self.value_dim)?;
+                    x.times(step, weight, &v)?;
+                    v.heads(self.kv_heads)?
+                }
+                None => k.heads(self.kv_heads)?,
+            };
+            let k = k.heads(self.kv_heads)?;
+            // Values are stored before keys are normed and rotated in place: they may be the same.
+            let store = |src: TensorView, into: &TensorView| KvStore {
+                src,
+                cache: into.clone(),
+                positions: positions.clone(),
+                ring: cache.ring,
+            };
+            let v = if own.norm_values {
+                let out = fitted(&shared.v, tokens, self.kv_heads * self.value_dim)?.heads(self.kv_heads)?;
+                step.push(RmsNorm {
+                    x: v,
+                    weight: None,
+                    residual: None,
+                    out: out.clone(),
+                    eps,
+                    scale: 1.0,
+                    gain: 1.0,
+                })?;
+                out
+            } else {
+                v
+            };
+            step.push(store(v, &cache.v))?;
+            self.turn(step, shared, &k, &own.k_norm)?;
+            step.push(store(k, &cache.k))?;
+        }
+        self.turn(step, shared, &q, &self.q_norm)?;
+        let a = fitted(&shared.a, tokens, self.heads * self.value_dim)?;
+        step.push(Attention {
+            q,
+            k: cache.k.clone(),
+            v: cache.v.clone(),
+            positions: positions.clone(),
+            out: a.heads(self.heads)?,
+            scale: self.scale,
+            window: self.window,
+            softcap: None,
+            sinks: None,
+            ring: cache.ring,
+        })?;
+        Input::new(step, room, &a, [&self.output])?.times(step, &self.output, &shared.y)
+    }
+
+    /// Norms and rotates heads in place.
+    fn turn(&self, step: &mut Step<'_>, shared: &Shared, heads: &TensorView, norm: &TensorView) -> Result<()> {
+        step.push(RmsNorm::new(heads.clone(), norm.clone(), heads.clone(), shared.eps))?;
+        let Rotation { dims, base, scale, factors } = &self.rotation;
+        let x = if *dims == heads.cols() { heads.clone() } else { heads.narrow(2, 0, *dims)? };
+        step.push(Rope { factors: factors.clone(), ..Rope::neox(x, shared.positions.clone(), *base, *scale) })
+    }
+}

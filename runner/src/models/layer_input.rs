@@ -1,0 +1,85 @@
+//! Per-layer embeddings: what each block gets of the token itself, beside the residual stream.
+
+use evergraph_kernels::ops::{Activation, GetRows, RmsNorm, TensorView};
+
+use super::block::{Shared, fitted};
+use super::feed_forward::glu;
+use super::input::{Input, Room};
+use crate::engine::Step;
+use crate::error::Result;
+
+/// Where the inputs of all blocks come from, once a token.
+#[derive(Debug)]
+pub struct LayerInputs {
+    /// Elements for each block, `P`.
+    pub width: usize,
+    /// `[V, L P]`.
+    pub table: TensorView,
+    /// `[L P, D]`.
+    pub projection: TensorView,
+    /// `[P]`.
+    pub norm: TensorView,
+}
+
+/// How a block takes its input in.
+#[derive(Debug)]
+pub struct LayerInput {
+    /// `[P, D]`.
+    pub gate: TensorView,
+    /// `[D, P]`.
+    pub projection: TensorView,
+    /// Norm of what it adds, `[D]`.
+    pub post_norm: TensorView,
+}
+
+impl LayerInputs {
+    /// The inputs `[T, L P]` of tokens `ids` with embeddings `h` (`[T, D]`): the mean, scaled to keep its size, of the
+    /// tokens' own rows and of what the embedding projects to.
+    pub(super) fn forward(
+        &self,
+        step: &mut Step<'_>,
+        ids: &TensorView,
+        h: &TensorView,
+        eps: f32,
+    ) -> Result<TensorView> {
+        let (tokens, all, width) = (h.dim(0), self.table.dim(1), h.dim(1));
+        let rows = step.floats("layer inputs", &[tokens, all])?;
+        let projected = step.floats("projected layer inputs", &[tokens, all])?;
+        let half = std::f32::consts::FRAC_1_SQRT_2;
+        let scale = (self.width as f32).sqrt() * half;
+        step.push(GetRows { table: self.table.clone(), ids: ids.clone(), out: rows.clone(), scale })?;
+        let room = Room::new(step, h.len(), [&self.projection])?;
+        Input::new(step, room.as_ref(), h, [&self.projection])?.times(step, &self.projection, &projected)?;
+        let blocks = all / self.width;
+        let (heads, projected) = (rows.heads(blocks)?, projected.heads(blocks)?);
+        // The projection is to be divided by sqrt(D) before its norm: that is the norm with D times the eps.
+        let norm = RmsNorm::add_to(heads, projected, self.norm.clone(), eps * width as f32);
+        step.push(RmsNorm { scale: half, ..norm })?;
+        Ok(rows)
+    }
+}
+
+impl LayerInput {
+    /// The weights of its products.
+    pub(super) fn products(&self) -> [&TensorView; 2] {
+        [&self.gate, &self.projection]
+    }
+
+    /// `h = gain * (h + norm(projection(gelu(gate h) * input)))`, with `input` `[T, P]`.
+    pub(super) fn forward(
+        &self,
+        step: &mut Step<'_>,
+        shared: &Shared,
+        h: &TensorView,
+        input: &TensorView,
+        gain: f32,
+    ) -> Result<()> {
+        let room = shared.room.as_ref();
+        let gate = fitted(&shared.gate, h.dim(0), self.gate.dim(0))?;
+        Input::new(step, room, h, [&self.gate])?.times(step, &self.gate, &gate)?;
+        step.push(glu(&gate, input, &gate, Activation::GeluTanh))?;
+        Input::new(step, room, &gate, [&self.projection])?.times(step, &self.projection, &shared.y)?;
+        let norm = RmsNorm::add_to(h.clone(), shared.y.clone(), self.post_norm.clone(), shared.eps);
+        step.push(RmsNorm { gain, ..norm })
+    }
+}
