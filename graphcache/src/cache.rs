@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use evergraph_pool::driver::{DriverResult, ExecHandle};
-use evergraph_pool::mutant;
+use evergraph_pool::{Element, Output, mutant};
 use parking_lot::Mutex;
 
 use crate::cost::{Costs, StepTimes};
@@ -17,8 +17,9 @@ use crate::lru::Lru;
 use crate::near;
 use crate::outcome::{Cause, Outcome, Ran};
 use crate::repair::Run;
+use crate::results;
 use crate::scan::Layouts;
-use crate::scope::Lost;
+use crate::scope::{Lost, Made};
 use crate::seal::sealed;
 use crate::{CacheConfig, CacheError, Counters, GraphKey, Request, Scope};
 
@@ -42,6 +43,8 @@ pub(crate) struct Inner {
     pub(crate) layouts: Layouts,
     /// Never held while a pool, a driver or a destructor runs.
     entries: Mutex<Lru>,
+    /// Results of runs that have no entry.
+    loose: Mutex<Vec<(FullKey, Vec<Made>)>>,
 }
 
 impl fmt::Debug for Inner {
@@ -92,6 +95,7 @@ impl GraphCache {
             costs,
             layouts: Layouts::default(),
             entries: Mutex::new(Lru::new()),
+            loose: Mutex::default(),
         }))
     }
 
@@ -142,6 +146,30 @@ impl GraphCache {
             let work = entry.check_out(slot);
             return Run { inner, request, body: &mut body, work }.slow();
         }
+    }
+
+    /// Takes hold of result `index` of the last run of a request, in the order in which the closure
+    /// [asked](Scope::output) for them. While it is held no graph writes over it: a graph of its arena that would is run
+    /// eagerly instead.
+    ///
+    /// # Errors
+    /// `NoOutput`; `OutputGone` if another graph of the arena has written over it since; `Reentrant`.
+    pub fn output<T: Element>(&self, request: &Request<'_>, index: usize) -> Result<Output<T>, CacheError> {
+        let key = request.full_key();
+        let entry = self.0.entries.lock().get(&key).map(Arc::clone);
+        if let Some(entry) = entry
+            && let Some(slot) = entry.lock()?
+            && let Some(state) = &slot.state
+        {
+            match &state.graph {
+                _ if !state.own.is_empty() => return results::own(&state.own, index),
+                Some(graph) => return graph.results.hold(index),
+                None => {}
+            }
+        }
+        let loose = self.0.loose.lock();
+        let made = loose.iter().find(|(known, _)| *known == key).map(|(_, made)| made.as_slice());
+        results::own(made.unwrap_or(&[]), index)
     }
 
     /// What happened so far.
@@ -224,7 +252,7 @@ impl Inner {
     #[inline]
     fn replay(&self, request: &Request<'_>, entry: &Entry) -> Option<DriverResult<()>> {
         let mut slot = entry.try_lock()?;
-        let State { graph: Some(graph), tempo, .. } = slot.state.as_mut()? else { return None };
+        let State { graph: Some(graph), tempo, own, .. } = slot.state.as_mut()? else { return None };
         if graph.bound.as_slice() != request.bound || entry.is_invalid() {
             return None;
         }
@@ -232,12 +260,32 @@ impl Inner {
             return None;
         }
         let launched = graph.launch()?;
+        if !own.is_empty() {
+            own.clear();
+        }
         tempo.ran();
         entry.note_use(self.now());
         if launched.is_ok() {
             self.tally.replays.one();
         }
         Some(launched)
+    }
+
+    /// Keeps the results of a run without an entry until the next run of its key, of as many keys as there may be entries.
+    pub(crate) fn keep_loose(&self, request: &Request<'_>, made: Vec<Made>) {
+        if made.is_empty() {
+            return;
+        }
+        let key = request.full_key();
+        let old = {
+            let mut loose = self.loose.lock();
+            let at = loose.iter().position(|(known, _)| *known == key);
+            let full = loose.len() >= self.config.max_entries;
+            let old = at.or(full.then_some(0)).map(|index| loose.remove(index));
+            loose.push((key, made));
+            old
+        };
+        drop(old);
     }
 
     /// The next number of the clock. Not a read-modify-write, which would cost as much as the rest of the check.

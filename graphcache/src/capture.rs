@@ -12,6 +12,7 @@ use smallvec::SmallVec;
 
 use crate::graph::OwnedGraph;
 use crate::reach::Reaches;
+use crate::results::Results;
 use crate::scan::{Found, Layouts, Scan, Shape, scan};
 use crate::scope::{Keep, Lost, Miss, Notes};
 use crate::seal::{Seal, take_not_loaded};
@@ -25,6 +26,7 @@ pub(crate) struct Captured {
     pub(crate) registrations: SmallVec<[Registration; 2]>,
     pub(crate) keeps: SmallVec<[Keep; 4]>,
     pub(crate) reaches: Reaches,
+    pub(crate) results: Results,
     pub(crate) zeroed: Vec<(DevicePtr, usize)>,
     pub(crate) opaque: Option<String>,
     /// Undeclared pointers that were pinned.
@@ -152,6 +154,7 @@ pub(crate) fn capture<E>(
         .map_err(Failure::of)?;
     let scan_took = start.elapsed();
 
+    let results = Results::of(request, &notes);
     let mut registrations = SmallVec::new();
     for window in windows {
         registrations.push(window.finish().map_err(Failure::of)?);
@@ -162,6 +165,7 @@ pub(crate) fn capture<E>(
         registrations,
         keeps: notes.take_keeps(),
         reaches: notes.reaches.take(),
+        results,
         zeroed: notes.zeroed.take(),
         opaque: scan.opaque,
         undeclared,

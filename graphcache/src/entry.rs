@@ -11,7 +11,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use crate::CacheError;
 use crate::graph::Graph;
 use crate::key::FullKey;
-use crate::scope::Lost;
+use crate::scope::{Lost, Made};
 
 /// A key's entry. Its state is checked out by one thread at a time for anything slower than a launch, so that
 /// no lock is held while the closure runs.
@@ -49,6 +49,8 @@ pub(crate) struct State {
     pub(crate) missed: bool,
     pub(crate) tempo: Tempo,
     pub(crate) lost: Lost,
+    /// Results of the last run, if that was none of a graph.
+    pub(crate) own: Vec<Made>,
 }
 
 impl Entry {

@@ -71,6 +71,15 @@ pub enum CacheError {
         /// How far the slice has grown, bytes.
         there_bytes: usize,
     },
+    /// A result was asked of a request whose policy is no arena.
+    #[error("results that share memory live in an arena; give the request the policy `Shared`")]
+    NoArena,
+    /// There is no such result, or it is not of that type.
+    #[error("the last run of the graph has no result {index} of that type")]
+    NoOutput {
+        /// Its number.
+        index: usize,
+    },
     /// A run inside the capture of another graph.
     #[error("a cached graph can not run inside the capture of another one")]
     Nested,

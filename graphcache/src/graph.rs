@@ -15,6 +15,7 @@ use crate::cache::Inner;
 use crate::counters::Tally;
 use crate::key::FullKey;
 use crate::reach::Reaches;
+use crate::results::Results;
 use crate::scan::Shape;
 use crate::scope::Keep;
 
@@ -188,6 +189,10 @@ pub(crate) struct Graph {
     pub(crate) bytes: usize,
     /// Zeroed scratch of its own window.
     pub(crate) zeroed: Vec<(DevicePtr, usize)>,
+    /// Where it leaves its results.
+    pub(crate) results: Results,
+    /// The last try was no launch: it would have written over a result that somebody holds.
+    pub(crate) blocked: bool,
     /// The growable slices in it.
     pub(crate) reaches: Reaches,
     /// The allocations that the request named when it was captured.
@@ -205,19 +210,31 @@ impl Graph {
         if mutant::is("cache.bind-every-launch") {
             let _ = driver.bind();
         }
-        let launch = || match driver.launch(exec, stream) {
-            // The one error that says "another device was current". Checking before every launch would be a
-            // second driver call.
-            Err(e) if e.kind == DriverErrorKind::InvalidContext => {
-                driver.bind().and_then(|()| driver.launch(exec, stream))
+        let (results, mut blocked) = (&self.results, false);
+        let launch = || {
+            if !results.may_launch() {
+                blocked = true;
+                return Ok(());
             }
-            result => result,
+            results.note_launch();
+            match driver.launch(exec, stream) {
+                // The one error that says "another device was current". Checking before every launch would be a
+                // second driver call.
+                Err(e) if e.kind == DriverErrorKind::InvalidContext => {
+                    driver.bind().and_then(|()| driver.launch(exec, stream))
+                }
+                result => result,
+            }
         };
         let result = if mutant::is("cache.check-skipped") {
             Some(self.launcher.launch(std::iter::empty(), number, launch)?)
         } else {
             self.launcher.launch(self.parts.iter().map(|part| (&*part.epoch, part.proven)), number, launch)
         };
+        self.blocked = blocked;
+        if blocked {
+            return None;
+        }
         if result.is_some() {
             self.launches = number;
             self.exec.in_flight = true;

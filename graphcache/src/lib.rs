@@ -73,6 +73,7 @@ mod outcome;
 mod reach;
 mod repair;
 mod request;
+mod results;
 mod scan;
 mod scope;
 mod seal;

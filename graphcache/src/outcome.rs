@@ -91,6 +91,8 @@ pub enum Cause {
     Cheaper,
     /// The pools were disturbed again and again while it was being repaired.
     Unsettled,
+    /// A launch would have written over a result that somebody holds.
+    OutputHeld,
     /// All other graphs are busy and the bounds leave no room.
     Full,
     /// The cache is set to use no graphs.
@@ -116,6 +118,7 @@ impl fmt::Display for Cause {
             Self::NoMemory => f.write_str("no memory for the instantiated graph"),
             Self::Cheaper => f.write_str("an eager run is cheaper, as often as it goes stale"),
             Self::Unsettled => f.write_str("it went stale again while it was being repaired"),
+            Self::OutputHeld => f.write_str("somebody holds a result that it would write over"),
             Self::Full => f.write_str("the cache is full of busy graphs"),
             Self::GraphsOff => f.write_str("graphs are off"),
         }

@@ -14,7 +14,7 @@ use crate::cost::{Case, Pages, Repair, Step};
 use crate::entry::CheckedOut;
 use crate::graph::{Exec, Graph, Handle, Part, Recipe, only_retiring};
 use crate::outcome::{Cause, Outcome, Ran};
-use crate::scope::{Lost, Miss, Notes};
+use crate::scope::{Lost, Made, Miss, Notes};
 use crate::{CacheError, Request, Scope};
 
 /// A miss names one request. After that many the closure runs once eagerly, which readies all of them.
@@ -43,10 +43,23 @@ impl Inner {
         cause: Cause,
         lost: &Lost,
     ) -> Result<Outcome, E> {
+        let (outcome, made) = self.eager_made(request, body, cause, lost)?;
+        self.keep_loose(request, made);
+        Ok(outcome)
+    }
+
+    /// The same; the results are the caller's to keep.
+    fn eager_made<E: From<CacheError>>(
+        &self,
+        request: &Request<'_>,
+        body: &mut Body<'_, E>,
+        cause: Cause,
+        lost: &Lost,
+    ) -> Result<(Outcome, Vec<Made>), E> {
         tracing::debug!(%cause, "eager run");
-        self.closure(request, body, lost)?;
+        let made = self.closure(request, body, lost)?;
         self.tally.eager.one();
-        Ok(Outcome { ran: Ran::Eager, cause: Some(cause) })
+        Ok((Outcome { ran: Ran::Eager, cause: Some(cause) }, made))
     }
 
     fn closure<E: From<CacheError>>(
@@ -54,9 +67,11 @@ impl Inner {
         request: &Request<'_>,
         body: &mut Body<'_, E>,
         lost: &Lost,
-    ) -> Result<(), E> {
+    ) -> Result<Vec<Made>, E> {
         request.stream.driver().bind().map_err(|e| self.refused::<E>(e))?;
-        body(&Scope::new(request, &[], &Notes::default(), Hold::Weak, lost))
+        let notes = Notes::default();
+        body(&Scope::new(request, &[], &notes, Hold::Weak, lost))?;
+        Ok(notes.outputs.take())
     }
 }
 
@@ -64,7 +79,8 @@ impl<E: From<CacheError>> Run<'_, '_, E> {
     pub(crate) fn slow(mut self) -> Result<Outcome, E> {
         let state = &mut self.work.state;
         if state.graph.is_none() && state.warmed < self.inner.config.warm_ups {
-            self.inner.closure(self.request, self.body, &self.work.state.lost)?;
+            let made = self.inner.closure(self.request, self.body, &self.work.state.lost)?;
+            self.work.state.own = made;
             self.work.state.warmed += 1;
             self.inner.tally.warm_ups.one();
             return Ok(Outcome::plain(Ran::WarmUp));
@@ -84,13 +100,20 @@ impl<E: From<CacheError>> Run<'_, '_, E> {
         }
     }
 
+    /// Whether the last try was no launch because somebody holds a result.
+    fn blocked(&self) -> bool {
+        self.work.state.graph.as_ref().is_some_and(|graph| graph.blocked)
+    }
+
     fn refused(&self, error: impl Into<CacheError>) -> E {
         self.inner.refused(error)
     }
 
     fn eager(&mut self, cause: Cause) -> Result<Outcome, E> {
         self.work.state.tempo.ran();
-        self.inner.eager(self.request, self.body, cause, &self.work.state.lost)
+        let (outcome, made) = self.inner.eager_made(self.request, self.body, cause, &self.work.state.lost)?;
+        self.work.state.own = made;
+        Ok(outcome)
     }
 
     /// The epoch moved: walk, repair what is bad, walk again, launch.
@@ -112,6 +135,7 @@ impl<E: From<CacheError>> Run<'_, '_, E> {
             if stale.is_empty() && !mutant::is("cache.every-bump-is-stale") {
                 match self.launch(ran, cause.clone())? {
                     Some(outcome) => return Ok(outcome),
+                    None if self.blocked() => return self.eager(Cause::OutputHeld),
                     // Disturbed between walk and launch.
                     None => rounds += 1,
                 }
@@ -262,7 +286,8 @@ impl<E: From<CacheError>> Run<'_, '_, E> {
                 return self.eager(Cause::CaptureLost);
             }
         };
-        let Captured { graph, shape, registrations, keeps, reaches, zeroed, opaque, undeclared, .. } = captured;
+        let Captured { graph, shape, registrations, keeps, reaches, mut results, zeroed, opaque, undeclared, .. } =
+            captured;
         let (costs, tally) = (&self.inner.costs, &self.inner.tally);
         let nodes = shape.nodes.len();
         costs.measured(Step::Capture, nodes, captured.capture_took);
@@ -302,8 +327,22 @@ impl<E: From<CacheError>> Run<'_, '_, E> {
         }
         let bound = SmallVec::from_slice(self.request.bound);
         let scan_us = captured.scan_took.as_secs_f32() * 1e6;
-        let graph =
-            Graph { launcher, exec, parts, handle, launches: 0, opaque, bytes, zeroed, reaches, bound, scan_us };
+        results.enlist(launcher.lease());
+        let graph = Graph {
+            launcher,
+            exec,
+            parts,
+            handle,
+            launches: 0,
+            opaque,
+            bytes,
+            zeroed,
+            reaches,
+            results,
+            blocked: false,
+            bound,
+            scan_us,
+        };
         self.work.state.graph = Some(graph);
         let ran = match (self.work.state.captured, updated) {
             (false, _) => Ran::Captured,
@@ -419,6 +458,9 @@ impl<E: From<CacheError>> Run<'_, '_, E> {
                 if let Some(outcome) = self.launch(ran, cause.clone())? {
                     return Ok(outcome);
                 }
+                if self.blocked() {
+                    return self.eager(Cause::OutputHeld);
+                }
             } else if !only_retiring(&stale) {
                 break;
             }
@@ -435,6 +477,7 @@ impl<E: From<CacheError>> Run<'_, '_, E> {
         }
         let Some(launched) = state.graph.as_mut().and_then(Graph::launch) else { return Ok(None) };
         state.tempo.ran();
+        state.own.clear();
         launched.map_err(|e| self.inner.refused::<E>(e))?;
         let tally = &self.inner.tally;
         match ran {

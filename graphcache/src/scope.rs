@@ -32,7 +32,7 @@ pub struct Scope<'a> {
 }
 
 /// Where memory starts, and how many bytes it has.
-type Span = (DevicePtr, usize);
+pub(crate) type Span = (DevicePtr, usize);
 
 /// What a run of the closure left behind.
 #[derive(Debug, Default)]
@@ -43,6 +43,8 @@ pub(crate) struct Notes {
     /// All scratch of the capture.
     pub(crate) handed: RefCell<Vec<Span>>,
     pub(crate) keeps: RefCell<Vec<Keep>>,
+    /// Results, in the order in which they were asked for.
+    pub(crate) outputs: RefCell<Vec<Made>>,
     /// Growable slices that were declared.
     pub(crate) reaches: RefCell<Reaches>,
     pub(crate) miss: Cell<Option<Miss>>,
@@ -75,6 +77,13 @@ impl Lost {
     fn of(&self, allocation: AllocationId) -> Option<&Stale> {
         self.0.iter().find(|(lost, _)| *lost == allocation).map(|(_, stale)| stale)
     }
+}
+
+/// A result of a run: the slice by its type, and where it is.
+#[derive(Clone, Debug)]
+pub(crate) struct Made {
+    pub(crate) slice: Keep,
+    pub(crate) span: Span,
 }
 
 /// Memory that was not ready inside a window.
@@ -170,6 +179,23 @@ impl<'a> Scope<'a> {
             // Kept until another place is found, so that the next try can not find this one again.
             clashing.push(slice);
         }
+    }
+
+    /// `len` elements for a result that the caller may keep, in a request whose policy is an arena. After the run the
+    /// result is to be had by its number ([`GraphCache::output`](crate::GraphCache::output)). It shares its bytes with the
+    /// scratch of other graphs of the arena, except while somebody holds it.
+    ///
+    /// # Errors
+    /// As [`alloc`](Self::alloc); `NoArena` for another policy.
+    pub fn output<T: Element>(&self, len: usize) -> Result<Arc<DeviceSlice<T>>, CacheError> {
+        if !matches!(self.request.policy, ScratchPolicy::Shared(_)) {
+            return Err(CacheError::NoArena);
+        }
+        let slice = Arc::new(self.alloc::<T>(len)?);
+        let span = (slice.ptr(), slice.bytes());
+        // Kept to the end of the capture, so that nothing else of this graph gets its bytes.
+        self.notes.outputs.borrow_mut().push(Made { slice: Arc::clone(&slice) as Keep, span });
+        Ok(slice)
     }
 
     /// Declares that the work uses all of `memory`. Its block may be taken once its owner has dropped it, and

@@ -3,12 +3,14 @@
 use std::sync::Arc;
 
 use crate::Stream;
+use crate::outputs::Book;
 use crate::shared::Shared;
 
 /// Scratch memory shared by the graphs of one stream, which therefore never run at the same time. Its size is
 /// that of the largest of them, not of their sum.
 ///
-/// Nothing that a caller keeps may live in it: a slice that outlives its window is an error there.
+/// A slice that outlives its window is an error there. A result that a caller keeps is [held](crate::ArenaGraph::hold)
+/// instead, and while it is, no graph is launched that would write over it.
 #[derive(Clone, Debug)]
 pub struct Arena(pub(crate) Arc<ArenaInner>);
 
@@ -17,6 +19,7 @@ pub(crate) struct ArenaInner {
     pub(crate) shared: Arc<Shared>,
     pub(crate) index: usize,
     pub(crate) stream: Stream,
+    pub(crate) book: Book,
 }
 
 impl Arena {

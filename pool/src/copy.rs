@@ -2,11 +2,14 @@
 
 use zerocopy::IntoBytes;
 
+use crate::driver::DevicePtr;
 use crate::driver::host_memory::{download, upload};
-use crate::{DeviceSlice, Element, GrowableSlice, HostBuffer, PoolError, Stream, Tracked};
+use crate::{DeviceSlice, Element, GrowableSlice, HostBuffer, Output, PoolError, Stream};
 
-/// Typed device memory of a pool, to copy from and to: a slice, or what there is of a growable one.
-pub trait Elements<T: Element>: Tracked + sealed::Sealed {
+/// Typed device memory of a pool, to copy from and to: a slice, what there is of a growable one, a result that is held.
+pub trait Elements<T: Element>: sealed::Sealed {
+    /// Where it starts.
+    fn start(&self) -> DevicePtr;
     /// How many elements are there.
     fn count(&self) -> usize;
     /// See [`DeviceSlice::record_stream`].
@@ -20,9 +23,13 @@ mod sealed {
     pub trait Sealed {}
     impl<T: super::Element> Sealed for super::DeviceSlice<T> {}
     impl<T: super::Element> Sealed for super::GrowableSlice<T> {}
+    impl<T: super::Element> Sealed for super::Output<T> {}
 }
 
 impl<T: Element> Elements<T> for DeviceSlice<T> {
+    fn start(&self) -> DevicePtr {
+        self.ptr()
+    }
     fn count(&self) -> usize {
         self.len()
     }
@@ -32,6 +39,21 @@ impl<T: Element> Elements<T> for DeviceSlice<T> {
 }
 
 impl<T: Element> Elements<T> for GrowableSlice<T> {
+    fn start(&self) -> DevicePtr {
+        self.ptr()
+    }
+    fn count(&self) -> usize {
+        self.len()
+    }
+    fn record(&self, stream: &Stream) -> Result<(), PoolError> {
+        self.record_stream(stream)
+    }
+}
+
+impl<T: Element> Elements<T> for Output<T> {
+    fn start(&self) -> DevicePtr {
+        self.ptr()
+    }
     fn count(&self) -> usize {
         self.len()
     }
@@ -49,7 +71,7 @@ impl Stream {
         self.not_capturing("a copy from plain host memory")?;
         fits(data.len(), dst.count())?;
         dst.record(self)?;
-        Ok(upload(self.driver(), dst.ptr(), data.as_bytes(), self.handle())?)
+        Ok(upload(self.driver(), dst.start(), data.as_bytes(), self.handle())?)
     }
 
     /// Copies the whole of `src` out and waits for it.
@@ -70,7 +92,7 @@ impl Stream {
         self.not_capturing("a copy to plain host memory")?;
         fits(out.len(), src.count())?;
         src.record(self)?;
-        Ok(download(self.driver(), out.as_mut_bytes(), src.ptr(), self.handle())?)
+        Ok(download(self.driver(), out.as_mut_bytes(), src.start(), self.handle())?)
     }
 
     /// Queues a copy of `src` into the start of `dst`. May be captured.
@@ -85,7 +107,7 @@ impl Stream {
             return Ok(());
         }
         self.driver().bind()?;
-        Ok(self.driver().memcpy_dtod(dst.ptr(), src.ptr(), src.count() * size_of::<T>(), self.handle())?)
+        Ok(self.driver().memcpy_dtod(dst.start(), src.start(), src.count() * size_of::<T>(), self.handle())?)
     }
 
     /// Queues setting every byte of `dst` to `value`. May be captured.
@@ -98,7 +120,7 @@ impl Stream {
             return Ok(());
         }
         self.driver().bind()?;
-        Ok(self.driver().memset_d8(dst.ptr(), value, dst.count() * size_of::<T>(), self.handle())?)
+        Ok(self.driver().memset_d8(dst.start(), value, dst.count() * size_of::<T>(), self.handle())?)
     }
 
     /// Queues a copy of a host buffer into the start of `dst`. May be captured: declare the buffer then.
@@ -109,7 +131,7 @@ impl Stream {
         fits(src.len(), dst.count())?;
         dst.record(self)?;
         src.shared.copy_host(src.tracked, self, |pinned, handle| {
-            pinned.copy_to_device(dst.ptr(), src.len() * size_of::<T>(), handle)
+            pinned.copy_to_device(dst.start(), src.len() * size_of::<T>(), handle)
         })
     }
 
@@ -121,7 +143,7 @@ impl Stream {
         fits(dst.len(), src.count())?;
         src.record(self)?;
         dst.shared.copy_host(dst.tracked, self, |pinned, handle| {
-            pinned.copy_from_device(src.ptr(), dst.len() * size_of::<T>(), handle)
+            pinned.copy_from_device(src.start(), dst.len() * size_of::<T>(), handle)
         })
     }
 }

@@ -58,6 +58,14 @@ pub enum PoolError {
         /// Its size.
         bytes: usize,
     },
+    /// An output that is not there: its graph has not run, or another graph of the arena has written over it since.
+    #[error("the output of {bytes} bytes at {ptr} is gone; take hold of it before the next graph of its arena runs")]
+    OutputGone {
+        /// Where it was.
+        ptr: DevicePtr,
+        /// Its size.
+        bytes: usize,
+    },
     /// Not while the stream is capturing.
     #[error("{what} is not possible while the stream is capturing")]
     Capturing {

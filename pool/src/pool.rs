@@ -379,7 +379,12 @@ impl Pool {
     /// `OtherDevice`.
     pub fn arena(&self, stream: &Stream) -> Result<Arena, PoolError> {
         let index = self.shared().add_arena(stream)?;
-        Ok(Arena(Arc::new(arena::ArenaInner { shared: Arc::clone(self.shared()), index, stream: stream.clone() })))
+        Ok(Arena(Arc::new(arena::ArenaInner {
+            shared: Arc::clone(self.shared()),
+            index,
+            stream: stream.clone(),
+            book: Default::default(),
+        })))
     }
 
     /// Checks every invariant of the pool's books.

@@ -9,6 +9,7 @@ mod failures;
 mod growing;
 mod moved;
 mod mutants;
+mod outputs;
 mod record;
 mod repairs;
 mod replay;

@@ -54,6 +54,7 @@ const TABLE: &[(&str, &str, &str)] = &[
         "cache.reach-unchecked",
         "growing::a_run_beyond_what_has_grown_is_refused_before_anything_is_queued",
     ),
+    ("held results", "held-outputs-ignored", "outputs::what_a_caller_holds_is_not_written_over"),
     ("8 bounded", "cache.unbounded", "bounds::evicted_and_removed_graphs_come_back"),
     (
         "8 least recently used",
