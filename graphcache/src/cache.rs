@@ -175,7 +175,10 @@ impl GraphCache {
     /// What happened so far.
     #[must_use]
     pub fn counters(&self) -> Counters {
-        self.0.tally.snapshot()
+        let entries = self.0.entries.lock();
+        let mut counters = self.0.tally.snapshot();
+        counters.replays += entries.all().map(|entry| entry.replays()).sum::<u64>();
+        counters
     }
 
     /// What each step of captures and repairs took when it was last done.
@@ -266,7 +269,7 @@ impl Inner {
         tempo.ran();
         entry.note_use(self.now());
         if launched.is_ok() {
-            self.tally.replays.one();
+            entry.note_replay();
         }
         Some(launched)
     }
@@ -311,7 +314,7 @@ impl Inner {
                     return Some(entry);
                 }
                 // The old goes before the new comes.
-                Self::oldest_idle(&mut entries, None)
+                self.oldest_idle(&mut entries, None)
             };
             self.bury(victim?);
         }
@@ -319,7 +322,7 @@ impl Inner {
 
     /// Evicts the oldest graph that nobody is working with; `false`: there is none.
     pub(crate) fn evict_one(&self, except: &FullKey) -> bool {
-        let victim = Self::oldest_idle(&mut self.entries.lock(), Some(except));
+        let victim = self.oldest_idle(&mut self.entries.lock(), Some(except));
         victim.is_some_and(|victim| {
             self.bury(victim);
             true
@@ -351,7 +354,7 @@ impl Inner {
 
     /// Takes the oldest entry out whose state is at home. Owning its launcher means that nobody is between check
     /// and launch, so the eviction needs no handshake of its own.
-    fn oldest_idle(entries: &mut Lru, except: Option<&FullKey>) -> Option<State> {
+    fn oldest_idle(&self, entries: &mut Lru, except: Option<&FullKey>) -> Option<State> {
         let mut candidates = entries.oldest(64);
         candidates.retain(|e| except != Some(&e.key));
         if mutant::is("cache.evicts-newest") {
@@ -359,6 +362,7 @@ impl Inner {
         }
         let (state, entry) = candidates.into_iter().find_map(|entry| Some((entry.try_evict()?, entry)))?;
         entries.remove(&entry.key);
+        self.tally.replays.add(entry.replays());
         Some(state)
     }
 
@@ -389,6 +393,7 @@ impl Inner {
             for entry in doomed {
                 if let Some(state) = entry.try_evict() {
                     entries.remove(&entry.key);
+                    self.tally.replays.add(entry.replays());
                     states.push(state);
                 }
             }

@@ -23,6 +23,9 @@ pub(crate) struct Entry {
     invalid: AtomicBool,
     /// When it was last used, on the cache's clock.
     used: AtomicU64,
+    /// Plain replays so far. Counted here and not in the cache's tally: whoever launches has the slot to itself, so this
+    /// needs no read-modify-write.
+    replays: AtomicU64,
 }
 
 #[derive(Debug)]
@@ -62,6 +65,7 @@ impl Entry {
             changed: Condvar::new(),
             invalid: AtomicBool::new(false),
             used: AtomicU64::new(0),
+            replays: AtomicU64::new(0),
         })
     }
 
@@ -105,6 +109,16 @@ impl Entry {
     #[inline]
     pub(crate) fn note_use(&self, now: u64) {
         self.used.store(now, Ordering::Relaxed);
+    }
+
+    /// Counts a replay. The caller has the slot.
+    #[inline]
+    pub(crate) fn note_replay(&self) {
+        self.replays.store(self.replays.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn replays(&self) -> u64 {
+        self.replays.load(Ordering::Relaxed)
     }
 
     pub(crate) fn last_used(&self) -> u64 {
