@@ -3,10 +3,17 @@
 //! Keys are taken in spans that start at multiples of [`SPAN`]. Each span gives a maximum, a sum and a weighted sum
 //! of values; spans are merged in order. One query's result is therefore the same however the work was spread.
 
+mod span;
+#[cfg(target_arch = "x86_64")]
+mod x86;
+
+use std::ops::Range;
+
 use evergraph_pool::driver::host::KernelContext;
 use evergraph_pool::driver::{DevicePtr, Fault};
 
-use super::math::{dot, exp, greatest, sum};
+use self::span::{BLOCK, LANES, Queries, Room};
+use super::math::exp;
 use super::parallel;
 use super::simd::{Level, fma, per_level};
 use super::span::{Reader, Rows, load};
@@ -15,8 +22,8 @@ use crate::quant::{QuantType, decode_body};
 /// Keys in a span.
 const SPAN: usize = 256;
 
-/// Values rows that are added at a time.
-const STEP: usize = 4;
+/// Queries that are taken together, about.
+const QUERIES: usize = 32;
 
 /// Keys and values of one key head.
 #[derive(Clone, Copy)]
@@ -28,6 +35,20 @@ struct Cache {
     head: usize,
     /// The row of position `p` is `p mod modulus`.
     modulus: usize,
+}
+
+/// Heads that share keys, and the width of values.
+#[derive(Clone, Copy)]
+struct Shape {
+    group: usize,
+    dv: usize,
+}
+
+impl Shape {
+    /// Floats that a token's queries give for a span.
+    fn part(self) -> usize {
+        self.group * (self.dv + 2)
+    }
 }
 
 /// Scores to values: `p = exp(cap(scale * s) - max)`.
@@ -77,30 +98,54 @@ pub(super) fn attention(ctx: &KernelContext<'_>) -> Result<(), Fault> {
         let end: usize = ends[t];
         (if window == 0 { 0 } else { end.saturating_sub(window) }, end)
     };
-    let spans = |t: usize| {
-        let (first, end) = visible(t);
-        (first / SPAN, end.div_ceil(SPAN))
-    };
-    // One query group over one span: (maximum, sum, weighted values) per head.
-    let partial = |t: usize, head: usize, span: usize, part: &mut [f32]| {
-        let (first, end) = visible(t);
-        let keys = (span * SPAN).max(first)..((span + 1) * SPAN).min(end);
-        let cache = Cache { ty, k, v, head, modulus };
-        // SAFETY: stream order keeps writers of queries away; the op checked that the output is apart.
-        let queries = (0..group).map(|g| unsafe { q.row(t, head * group + g) });
-        let mut packed = super::scratch(group * d);
-        queries.zip(packed.chunks_exact_mut(d)).for_each(|(from, to)| to.copy_from_slice(from));
-        let mut scores = super::scratch(group * SPAN);
-        let mut wide = super::scratch(STEP * d.max(dv));
-        span_values(level, &cache, keys.start, keys.end, &packed, score, &mut scores, &mut wide, part);
-        [packed, scores, wide].into_iter().for_each(super::give_back);
-    };
-    let finish = |t: usize, head: usize, parts: &mut dyn Iterator<Item = &[f32]>| {
-        let mut merged = super::scratch(group * (dv + 2));
-        if let Some(first) = parts.next() {
-            merged.copy_from_slice(first);
+    // Tokens at neighbouring positions see nearly the same keys: they are taken together.
+    let together = (QUERIES / group.max(1)).max(1);
+    let mut tiles: Vec<Range<usize>> = Vec::new();
+    for t in 0..tokens {
+        match tiles.last_mut() {
+            Some(tile) if tile.len() < together && ends[t] == ends[t - 1] + 1 => tile.end += 1,
+            _ => tiles.push(t..t + 1),
         }
-        for part in parts {
+    }
+    let shape = Shape { group, dv };
+    let spans = |tile: &Range<usize>| {
+        let first = tile.clone().map(|t| visible(t).0).min().unwrap_or(0);
+        let end = tile.clone().map(|t| visible(t).1).max().unwrap_or(0);
+        first / SPAN..end.div_ceil(SPAN)
+    };
+    // One tile over some spans: (maximum, sum, weighted values) per query and span; a sum of 0 where nothing is seen.
+    let partial = |tile: &Range<usize>, head: usize, spans: Range<usize>, parts: &mut [f32]| {
+        let cache = Cache { ty, k, v, head, modulus };
+        let (d_filled, dv_filled) = (d.next_multiple_of(LANES), dv.next_multiple_of(LANES));
+        let mut packed = super::scratch((tile.len() * group).next_multiple_of(BLOCK) * d_filled);
+        for (i, to) in packed.chunks_exact_mut(d_filled).take(tile.len() * group).enumerate() {
+            // SAFETY: stream order keeps writers of queries away; the op checked that the output is apart.
+            to[..d].copy_from_slice(unsafe { q.row(tile.start + i / group, head * group + i % group) });
+        }
+        let mut ranges = vec![0..0; tile.len()];
+        let room = Room::floats(packed.len() / d_filled, d_filled, dv_filled);
+        let [mut scores, mut wide, mut values] = room.map(super::scratch);
+        for (span, part) in spans.zip(parts.chunks_exact_mut(tile.len() * shape.part())) {
+            for (t, range) in tile.clone().zip(&mut ranges) {
+                let (first, end) = visible(t);
+                *range = (span * SPAN).max(first)..((span + 1) * SPAN).min(end);
+            }
+            let room = Room { scores: &mut scores, wide: &mut wide, values: &mut values };
+            let queries = Queries { group, d: d_filled, dv, dv_filled, rows: &packed, ranges: &ranges };
+            span::partial(level, &cache, &queries, score, room, part);
+        }
+        [packed, scores, wide, values].into_iter().for_each(super::give_back);
+    };
+    // Puts the spans of a token together.
+    let finish = |t: usize, head: usize, parts: &mut dyn Iterator<Item = &[f32]>| {
+        let mut merged = super::scratch(shape.part());
+        let mut any = false;
+        for part in parts.filter(|part| part[1] > 0.0 || part[1].is_nan()) {
+            if !any {
+                merged.copy_from_slice(part);
+                any = true;
+                continue;
+            }
             for (m, p) in merged.chunks_exact_mut(dv + 2).zip(part.chunks_exact(dv + 2)) {
                 merge(level, m, p);
             }
@@ -113,35 +158,43 @@ pub(super) fn attention(ctx: &KernelContext<'_>) -> Result<(), Fault> {
         super::give_back(merged);
     };
 
-    let part_len = group * (dv + 2);
-    let pairs = tokens * kv_heads;
-    let total: usize = (0..tokens).map(|t| spans(t).1 - spans(t).0).sum();
-    let cost = |spans: usize| spans * SPAN * group * (d + dv) / 16;
-    if pairs >= 2 * rayon::current_num_threads() || total <= tokens {
-        parallel::each(pairs, cost(total / tokens.max(1)), |i| {
-            let (t, head) = (i / kv_heads, i % kv_heads);
-            let (first, end) = spans(t);
-            let mut parts = super::scratch(part_len * (end - first));
-            for (span, part) in (first..end).zip(parts.chunks_exact_mut(part_len)) {
-                partial(t, head, span, part);
+    let pairs = tiles.len() * kv_heads;
+    let cost = |spans: usize, tokens: usize| tokens * spans * SPAN * group * (d + dv) / 16;
+    let most = tiles.iter().map(|tile| spans(tile).len()).max().unwrap_or(0);
+    if pairs >= 2 * parallel::threads() || most <= 1 {
+        parallel::each(pairs, cost(most, tokens.div_ceil(tiles.len().max(1))), |i| {
+            let (tile, head) = (&tiles[i / kv_heads], i % kv_heads);
+            let spans = spans(tile);
+            let step = tile.len() * shape.part();
+            let mut parts = super::scratch(step * spans.len());
+            partial(tile, head, spans, &mut parts);
+            for (i, t) in tile.clone().enumerate() {
+                finish(
+                    t,
+                    head,
+                    &mut parts.chunks_exact(step).map(|part| &part[i * shape.part()..(i + 1) * shape.part()]),
+                );
             }
-            finish(t, head, &mut parts.chunks_exact(part_len));
             super::give_back(parts);
         });
     } else {
         // Few queries over many keys: spans are the tasks.
-        for t in 0..tokens {
-            let (first, end) = spans(t);
-            let count = end - first;
-            let mut parts = super::scratch(kv_heads * count * part_len);
-            let address = Rows::over(&mut parts, kv_heads * count, part_len);
-            parallel::each(kv_heads * count, cost(1), |i| {
+        for tile in &tiles {
+            let spans = spans(tile);
+            let (count, step) = (spans.len(), tile.len() * shape.part());
+            let mut parts = super::scratch(kv_heads * count * step);
+            let address = Rows::over(&mut parts, kv_heads * count, step);
+            parallel::each(kv_heads * count, cost(1, tile.len()), |i| {
+                let span = spans.start + i % count;
                 // SAFETY: each part belongs to one task.
-                partial(t, i / count, first + i % count, unsafe { address.row_mut(i, 0) });
+                partial(tile, i / count, span..span + 1, unsafe { address.row_mut(i, 0) });
             });
             for head in 0..kv_heads {
-                let parts = &parts[head * count * part_len..(head + 1) * count * part_len];
-                finish(t, head, &mut parts.chunks_exact(part_len));
+                let parts = &parts[head * count * step..(head + 1) * count * step];
+                for (i, t) in tile.clone().enumerate() {
+                    let own = i * shape.part()..(i + 1) * shape.part();
+                    finish(t, head, &mut parts.chunks_exact(step).map(|part| &part[own.clone()]));
+                }
             }
             super::give_back(parts);
         }
@@ -149,93 +202,15 @@ pub(super) fn attention(ctx: &KernelContext<'_>) -> Result<(), Fault> {
     Ok(())
 }
 
-per_level! {
-    #[allow(clippy::too_many_arguments)]
-    fn span_values(
-        cache: &Cache,
-        first: usize,
-        end: usize,
-        q: &[f32],
-        score: Score,
-        scores: &mut [f32],
-        wide: &mut [f32],
-        part: &mut [f32],
-    ) = span_values_body
-}
-
-/// `part` = per query head: maximum of the scores, sum of `exp(score - maximum)`, the values weighted by those.
+/// Row of `position` as `f32`s, filled up with zeros.
 #[inline(always)]
-#[allow(clippy::too_many_arguments)]
-fn span_values_body<const L: u8>(
-    cache: &Cache,
-    first: usize,
-    end: usize,
-    q: &[f32],
-    score: Score,
-    scores: &mut [f32],
-    wide: &mut [f32],
-    part: &mut [f32],
-) {
-    let count = end - first;
-    let group = scores.len() / SPAN;
-    let (d, dv) = (q.len() / group, part.len() / group - 2);
-    for (j, position) in (first..end).enumerate() {
-        let key = widen::<L>(cache, &cache.k, position, &mut wide[..d]);
-        for (q, scores) in q.chunks_exact(d).zip(scores.chunks_exact_mut(SPAN)) {
-            scores[j] = dot::<L>(q, key) * score.scale;
-        }
-    }
-    for (scores, part) in scores.chunks_exact_mut(SPAN).zip(part.chunks_exact_mut(dv + 2)) {
-        let scores = &mut scores[..count];
-        if score.softcap > 0.0 {
-            scores.iter_mut().for_each(|s| *s = score.softcap * (*s / score.softcap).tanh());
-        }
-        let max = greatest(scores);
-        scores.iter_mut().for_each(|s| *s = exp::<L>(*s - max));
-        part[0] = max;
-        part[1] = sum(scores);
-        part[2..].fill(0.0);
-    }
-    for j in (0..count).step_by(STEP) {
-        let step = STEP.min(count - j);
-        let whole = wide.chunks_exact_mut(dv);
-        let mut values: [&[f32]; STEP] = [&[]; STEP];
-        for (s, (value, wide)) in values.iter_mut().zip(whole).enumerate().take(step) {
-            *value = widen::<L>(cache, &cache.v, first + j + s, wide);
-        }
-        for (scores, part) in scores.chunks_exact(SPAN).zip(part.chunks_exact_mut(dv + 2)) {
-            let out = &mut part[2..];
-            if step == STEP {
-                let (p, v) = (&scores[j..j + STEP], values.map(|v| &v[..out.len()]));
-                for (c, out) in out.iter_mut().enumerate() {
-                    let mut total = *out;
-                    for s in 0..STEP {
-                        total = fma::<L>(p[s], v[s][c], total);
-                    }
-                    *out = total;
-                }
-            } else {
-                for (&p, v) in scores[j..j + step].iter().zip(&values) {
-                    out.iter_mut().zip(*v).for_each(|(out, &v)| *out = fma::<L>(p, v, *out));
-                }
-            }
-        }
-    }
-}
-
-/// Row of `position` as `f32`: in place, or converted into `wide`.
-#[inline(always)]
-fn widen<'w, const L: u8>(cache: &Cache, rows: &Rows<u8>, position: usize, wide: &'w mut [f32]) -> &'w [f32] {
+fn widen<const L: u8>(cache: &Cache, rows: &Rows<u8>, position: usize, wide: &mut [f32]) {
     let row = if position < cache.modulus { position } else { position % cache.modulus };
     // SAFETY: stream order keeps writers of the cache away while the kernel runs.
-    let bytes: &[u8] = unsafe { rows.row(row, cache.head) };
-    if cache.ty == QuantType::F32 {
-        // SAFETY: any bits are an f32; the alignment was checked with the arguments.
-        let (_, values, _) = unsafe { bytes.align_to::<f32>() };
-        return values;
-    }
-    decode_body::<L>(cache.ty, bytes, wide);
-    wide
+    let bytes = unsafe { rows.row(row, cache.head) };
+    let (values, rest) = wide.split_at_mut(bytes.len() / cache.ty.type_bytes());
+    decode_body::<L>(cache.ty, bytes, values);
+    rest.fill(0.0);
 }
 
 per_level! {

@@ -11,7 +11,8 @@ pub(super) fn exp<const L: u8>(x: f32) -> f32 {
     let clamped = x.clamp(-87.5, 88.8);
     // Adding and taking away 1.5 * 2^23 rounds to the nearest whole number.
     const ROUND: f32 = 12_582_912.0;
-    let n = fma::<L>(clamped, std::f32::consts::LOG2_E, ROUND) - ROUND;
+    let rounded = fma::<L>(clamped, std::f32::consts::LOG2_E, ROUND);
+    let n = rounded - ROUND;
     let r = fma::<L>(n, -LN2_LOW, fma::<L>(n, -LN2_HIGH, clamped));
     let mut p = 1.987_569_1e-4;
     p = fma::<L>(p, r, 1.398_2e-3);
@@ -20,10 +21,12 @@ pub(super) fn exp<const L: u8>(x: f32) -> f32 {
     p = fma::<L>(p, r, 1.666_666_5e-1);
     p = fma::<L>(p, r, 0.5);
     let value = fma::<L>(r * r, p, r) + 1.0;
-    // 2^n in two halves, so that n = 128 and n = -127 do not leave the range.
-    let half = (n * 0.5).floor();
-    let power = |n: f32| f32::from_bits(((n as i32 + 127) << 23) as u32);
-    let value = value * power(half) * power(n - half);
+    // 2^n in two halves, so that n = 128 and n = -127 do not leave the range. The number stands in the low bits of what was
+    // rounded; NaN gives some number, and is put right below.
+    let number = (rounded.to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32);
+    let half = number >> 1;
+    let power = |n: i32| f32::from_bits((n.wrapping_add(127) << 23) as u32);
+    let value = value * power(half) * power(number.wrapping_sub(half));
     let value = if x < -87.3 { 0.0 } else { value };
     let value = if x > 88.722_84 { f32::INFINITY } else { value };
     if x.is_nan() { x } else { value }

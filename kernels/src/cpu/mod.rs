@@ -82,21 +82,17 @@ pub(crate) static KERNELS: &[HostKernel] = &[
     kernel("softcap", &[P, S, P, S, D, D, F], elementwise::softcap),
 ];
 
-/// Sets the number of worker threads that kernels use; 0 means one per core. Returns the number in use. Once per
+/// Sets the number of threads that a kernel works with, the one that runs it included; 0 means one per core. Returns the number in use. Once per
 /// process: later calls with the same number are fine.
 ///
 /// # Errors
 /// [`KernelError::Threads`] if the pool already runs with another number.
 pub fn threads(n: usize) -> Result<usize, KernelError> {
-    // The pool starts with the first use; asking for its size would start it too.
-    match rayon::ThreadPoolBuilder::new().num_threads(n).build_global() {
-        Ok(()) => Ok(rayon::current_num_threads()),
-        Err(_) if n == 0 || rayon::current_num_threads() == n => Ok(rayon::current_num_threads()),
-        Err(e) => Err(KernelError::Threads(format!(
-            "{n} threads asked for, {} are running: {e}",
-            rayon::current_num_threads()
-        ))),
+    let running = parallel::start(n);
+    if n == 0 || running == n {
+        return Ok(running);
     }
+    Err(KernelError::Threads(format!("{n} threads asked for, {running} are running")))
 }
 
 thread_local! {

@@ -4,7 +4,6 @@ use std::cell::RefCell;
 
 use evergraph_pool::driver::host::KernelContext;
 use evergraph_pool::driver::{DevicePtr, Fault};
-use rayon::prelude::*;
 
 use super::integer::{Token, Way};
 use super::quantize::GROUP;
@@ -215,7 +214,13 @@ fn multiply_floats(product: &Product<'_>, x: &[&[f32]], places: &[(usize, usize)
     let panels = x.len().div_ceil(gemm::PANEL);
     let mut packed = PACKED.take();
     packed.resize(panels * panel_len, 0.0);
-    packed.par_chunks_mut(panel_len).zip(x.par_chunks(gemm::PANEL)).for_each(|(out, x)| gemm::pack(x, out));
+    let address = Rows::over(&mut packed, panels, panel_len);
+    let pack = |p: usize| {
+        // SAFETY: each panel belongs to one task.
+        let panel = unsafe { address.row_mut(p, 0) };
+        gemm::pack(&x[p * gemm::PANEL..x.len().min((p + 1) * gemm::PANEL)], panel);
+    };
+    parallel::each(panels, panel_len, pack);
     tiles(product, places, y, |w, tile| {
         let Tile { floats, acc, .. } = tile;
         floats.resize(gemm::TILE * gemm::DEPTH, 0.0);

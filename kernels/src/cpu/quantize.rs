@@ -32,6 +32,12 @@ per_level! {
 #[inline(always)]
 fn row_body<const L: u8>(x: &[f32], q: &mut [i8], scales: &mut [f32]) {
     let groups = x.as_chunks::<GROUP>().0.iter().zip(q.as_chunks_mut::<GROUP>().0);
+    #[cfg(target_arch = "x86_64")]
+    if L == 2 {
+        // SAFETY: level 2 runs only where AVX-512 was found.
+        groups.zip(scales.as_chunks_mut::<2>().0).for_each(|((x, q), scales)| *scales = unsafe { group(x, q) });
+        return;
+    }
     for ((x, q), scales) in groups.zip(scales.as_chunks_mut::<2>().0) {
         let mut lanes = [0.0f32; 8];
         for x in x.as_chunks::<8>().0 {
@@ -57,4 +63,37 @@ fn row_body<const L: u8>(x: &[f32], q: &mut [i8], scales: &mut [f32]) {
 #[inline(always)]
 fn greater(a: f32, most: f32) -> f32 {
     if most < a || a.is_nan() { a } else { most }
+}
+
+/// One group with AVX-512: the codes, and what `row_body` gives as scales.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+#[inline]
+fn group(x: &[f32; GROUP], q: &mut [i8; GROUP]) -> [f32; 2] {
+    use std::arch::x86_64::*;
+    // SAFETY: 32 floats are there.
+    let x = unsafe { [_mm512_loadu_ps(x.as_ptr()), _mm512_loadu_ps(x.as_ptr().add(16))] };
+    if _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x[0], x[1]) != 0 {
+        *q = [0; GROUP];
+        return [f32::NAN; 2];
+    }
+    let most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(x[0]), _mm512_abs_ps(x[1])));
+    let d = most / 127.0;
+    if d == 0.0 {
+        *q = [0; GROUP];
+        return [d, 0.0];
+    }
+    let (low, high) = (_mm512_set1_ps(-127.0), _mm512_set1_ps(127.0));
+    let codes = x.map(|x| {
+        let ratio = _mm512_div_ps(x, _mm512_set1_ps(d));
+        // Infinity by infinity is no number, and 0.
+        let number = _mm512_cmp_ps_mask::<_CMP_ORD_Q>(ratio, ratio);
+        _mm512_maskz_cvtps_epi32(number, _mm512_min_ps(_mm512_max_ps(ratio, low), high))
+    });
+    let sum = _mm512_reduce_add_epi32(_mm512_add_epi32(codes[0], codes[1]));
+    for (codes, q) in codes.into_iter().zip(q.as_chunks_mut::<16>().0) {
+        // SAFETY: 16 bytes are there.
+        unsafe { _mm_storeu_si128(q.as_mut_ptr().cast(), _mm512_cvtepi32_epi8(codes)) };
+    }
+    [d, d * sum as f32]
 }

@@ -93,7 +93,7 @@ pub(super) const FP4_CODES: [f32; 16] = [0., 0.5, 1., 1.5, 2., 3., 4., 6., 0., -
 
 /// Scale of an MXFP4 block and a factor of its codes.
 #[inline(always)]
-pub(super) fn fp4_scale(e: u8) -> (f32, f32) {
+pub(crate) fn fp4_scale(e: u8) -> (f32, f32) {
     match e {
         // 2^-127 is subnormal.
         0 => (f32::from_bits(0x0040_0000), 1.0),

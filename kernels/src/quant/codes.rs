@@ -218,7 +218,7 @@ fn q8_0<const L: u8>(b: &[u8; 34], codes: &mut [u8; 32], scales: &mut Entry2, _:
 }
 
 /// The values of IQ4 codes, 128 greater.
-const IQ4: [u8; 16] = {
+pub(crate) const IQ4: [u8; 16] = {
     let mut table = [0; 16];
     let mut i = 0;
     while i < 16 {
@@ -237,7 +237,7 @@ fn iq4_nl<const L: u8>(b: &[u8; 18], codes: &mut [u8; 32], scales: &mut Entry2, 
 const FP4_ZERO: u8 = 12;
 
 /// Twice the values of 4-bit floats, [`FP4_ZERO`] greater.
-const FP4: [u8; 16] = {
+pub(crate) const FP4: [u8; 16] = {
     let mut table = [0; 16];
     let mut i = 0;
     while i < 16 {

@@ -27,7 +27,7 @@ pub(super) fn q2_k(b: &[u8; 84], out: &mut [f32; 256]) {
 
 /// The sixteen six-bit scales of Q3_K, 32 too great.
 #[inline(always)]
-pub(super) fn q3_scales(b: &[u8; 110]) -> [i32; 16] {
+pub(crate) fn q3_scales(b: &[u8; 110]) -> [i32; 16] {
     let packed = &b[96..108];
     let mut scales = [0i32; 16];
     for k in 0..4 {

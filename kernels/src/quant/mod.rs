@@ -3,12 +3,12 @@
 //! Sizes and names for every type that files may hold, `f32` values for those with code. Values are exact: the
 //! same bits as ggml's C code gives.
 
-mod blocks;
+pub(crate) mod blocks;
 pub(crate) mod codes;
 mod encode;
 mod grids;
 pub(crate) mod half;
-mod kquants;
+pub(crate) mod kquants;
 #[cfg(test)]
 mod tests;
 mod types;

@@ -24,6 +24,8 @@ pub(in crate::cpu) struct Token {
     pub(super) offsets: Vec<i32>,
     /// For each [`GROUP`], its scale.
     pub(super) d: Vec<f32>,
+    /// The same for each four columns.
+    pub(super) spread: Vec<f32>,
     /// For each [`GROUP`], its scale times the sum of its codes.
     pub(super) sums: Vec<f32>,
 }
@@ -32,7 +34,7 @@ impl Token {
     /// From a row of [`Quantize`](crate::ops::Quantize).
     pub(in crate::cpu) fn new(format: Format, q: &[i8], scales: &[f32]) -> Self {
         let cols = q.len().next_multiple_of(STEP);
-        let mut token = Self { q: Vec::with_capacity(cols), offsets: vec![], d: vec![], sums: vec![] };
+        let mut token = Self { q: Vec::with_capacity(cols), offsets: vec![], d: vec![], spread: vec![], sums: vec![] };
         token.q.extend_from_slice(q);
         token.q.resize(cols, 0);
         let zero = i32::from(format.zero);
@@ -45,6 +47,7 @@ impl Token {
         }
         token.d.resize(cols / GROUP, 0.0);
         token.sums.resize(cols / GROUP, 0.0);
+        token.spread.extend(token.d.iter().flat_map(|&d| [d; GROUP / 4]));
         token
     }
 }
@@ -71,6 +74,11 @@ pub(in crate::cpu) fn rows(
     x: &[Token],
     y: &mut [&mut [f32]],
 ) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: the way is one of this machine.
+    if way == Way::Vnni && unsafe { super::fused::rows(ty, w, row_bytes, x, y) } {
+        return;
+    }
     let cols = row_bytes / ty.type_bytes() * ty.block_size();
     let stride = cols.next_multiple_of(STEP);
     let batch = (BATCH / stride).max(1);

@@ -88,7 +88,14 @@ pub(in crate::cpu) fn tile(
         let from = start / ty.block_size() * ty.type_bytes();
         let bytes = depth / ty.block_size() * ty.type_bytes();
         let mut to = Codes { stride: DEPTH, codes, scales, minima };
-        codes::unpack(way.level(), ty, w, row_bytes, from, bytes, &mut to);
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the way is one of this machine.
+        let done = way == Way::Vnni && unsafe { super::fused::unpack(ty, w, row_bytes, from, bytes, &mut to) };
+        #[cfg(not(target_arch = "x86_64"))]
+        let done = false;
+        if !done {
+            codes::unpack(way.level(), ty, w, row_bytes, from, bytes, &mut to);
+        }
         let (first, groups) = (start / x.group * PANEL, depth / x.group * PANEL);
         for (p, acc) in acc.chunks_exact_mut(TILE * PANEL).enumerate() {
             let entries = p * (x.cols / x.group) * PANEL + first;

@@ -5,7 +5,11 @@
 //! done in the same order everywhere, by multiplications and additions that each round. With few tokens that order is
 //! 16 lanes of four columns each; with many it is one lane a token, groups ascending.
 
+#[cfg(target_arch = "x86_64")]
+mod blocks;
 mod few;
+#[cfg(target_arch = "x86_64")]
+mod fused;
 mod many;
 #[cfg(target_arch = "x86_64")]
 mod x86;

@@ -230,8 +230,7 @@ fn speed() {
             })
             .fold(f64::INFINITY, f64::min)
     };
-    let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
-    pool.install(|| {
+    parallel::tests::on_threads(1, || {
         for &ty in TYPES {
             let (rows, cols) = (16384, 1024);
             let mut memory = Memory::default();

@@ -14,8 +14,8 @@ use std::sync::Arc;
 use evergraph_pool::driver::host::{KernelContext, SpanCheck};
 use evergraph_pool::driver::{DeviceOrdinal, DevicePtr, Fault, ParamLayout};
 
-use super::KERNELS;
 use super::simd::Level;
+use super::{KERNELS, parallel};
 use crate::ops::{Op, Root, TensorView};
 use crate::quant::{QuantType, dequantize, quantize};
 
@@ -181,8 +181,8 @@ pub(super) fn bits(values: &[f32]) -> Vec<u32> {
 
 /// Runs `f` on pools of 1, 2, 3 and 5 threads; all results must have the same bits.
 #[track_caller]
-pub(super) fn same_on_any_threads(f: impl Fn() -> Vec<f32> + Sync) {
-    let on = |n| rayon::ThreadPoolBuilder::new().num_threads(n).build().unwrap().install(&f);
+pub(super) fn same_on_any_threads(f: impl Fn() -> Vec<f32>) {
+    let on = |n| parallel::tests::on_threads(n, &f);
     let one = bits(&on(1));
     for n in [2, 3, 5] {
         assert_eq!(bits(&on(n)), one, "{n} threads");
