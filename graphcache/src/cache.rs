@@ -237,6 +237,13 @@ impl GraphCache {
         self.0.drop_where(|entry| entry.key.key == *key);
     }
 
+    /// Destroys the graph of every key that nobody is working with, so that the driver gets back what it keeps for them; how
+    /// many there were. Their keys stay, warmed up as they are: the next run of one captures anew. What only these
+    /// graphs held goes back to the pools.
+    pub fn evict_graphs(&self) -> usize {
+        self.0.evict_graphs()
+    }
+
     /// Drops every graph that nobody is working with.
     pub fn clear(&self) {
         self.0.drop_where(|_| true);
@@ -383,6 +390,20 @@ impl Inner {
             self.set_bytes(key, 0);
         }
         drop(graph);
+    }
+
+    fn evict_graphs(&self) -> usize {
+        let entries: Vec<_> = self.entries.lock().all().map(Arc::clone).collect();
+        // One at a time: destructors run without any lock.
+        let evict = |entry: &&Arc<Entry>| {
+            let graph = entry.take_graph();
+            if graph.is_some() {
+                self.tally.evictions.one();
+                self.set_bytes(&entry.key, 0);
+            }
+            graph.is_some()
+        };
+        entries.iter().filter(evict).count()
     }
 
     fn drop_where(&self, doomed: impl Fn(&Entry) -> bool) {

@@ -44,7 +44,7 @@ counters! {
     eager,
     /// Runs that ended in an error of the cache, the pool or the driver.
     refusals,
-    /// Graphs that went for the sake of the bounds.
+    /// Graphs that went for the sake of the bounds, or of the driver's memory.
     evictions,
     /// Graphs that a pool took the memory of, to their end.
     pool_evictions,

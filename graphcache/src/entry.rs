@@ -106,6 +106,11 @@ impl Entry {
         if graph.as_ref().is_some_and(|g| g.handle.evicted()) { graph.take() } else { None }
     }
 
+    /// Takes the graph out, unless somebody works with it. What else is known of the key stays.
+    pub(crate) fn take_graph(&self) -> Option<Graph> {
+        self.slot.try_lock()?.state.as_mut()?.graph.take()
+    }
+
     #[inline]
     pub(crate) fn note_use(&self, now: u64) {
         self.used.store(now, Ordering::Relaxed);

@@ -7,7 +7,9 @@ use evergraph_pool::driver::{
     CaptureMode, DevicePtr, DriverErrorKind, DriverResult, DynDriver, ExecHandle, GraphHandle,
 };
 use evergraph_pool::handshake::{Epoch, Launcher, Lease, Proven};
-use evergraph_pool::{AllocationId, BadReason, Dependent, Registration, RetireReason, Retired, Stale, Stream, mutant};
+use evergraph_pool::{
+    AllocationId, BadReason, Dependent, PoolError, Registration, RetireReason, Retired, Stale, Stream, mutant,
+};
 use smallvec::SmallVec;
 
 use crate::CaptureModeGuard;
@@ -271,7 +273,13 @@ pub(crate) fn insist(call: impl Fn() -> DriverResult<()>) -> bool {
     (0..3).any(|_| call().is_ok())
 }
 
+/// The refusal of a graph whose memory is asleep, if it is: no repair brings that back, and an eager run would touch it too.
+pub(crate) fn asleep(stale: &[Stale]) -> Option<PoolError> {
+    let purpose = stale.iter().find_map(|s| s.asleep)?;
+    Some(PoolError::Asleep { purpose, what: "a captured graph" })
+}
+
 /// Whether all that is wrong is that somebody is changing something at this moment.
 pub(crate) fn only_retiring(stale: &[Stale]) -> bool {
-    stale.iter().all(|s| !s.evicted && s.bad.iter().all(|bad| bad.reason == BadReason::Retiring))
+    stale.iter().all(|s| !s.evicted && s.asleep.is_none() && s.bad.iter().all(|bad| bad.reason == BadReason::Retiring))
 }

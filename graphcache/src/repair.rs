@@ -5,14 +5,16 @@ use std::time::Instant;
 
 use evergraph_pool::driver::{DevicePtr, DriverError, DriverResult, UpdateResult};
 use evergraph_pool::handshake::{Launcher, Proven};
-use evergraph_pool::{Dependent, Hold, Pool, Purpose, Registration, ScratchPolicy, Stale, mutant};
+use evergraph_pool::{
+    Awake, BadReason, Dependent, Hold, Pool, PoolError, Purpose, Registration, ScratchPolicy, Stale, mutant,
+};
 use smallvec::SmallVec;
 
 use crate::cache::Inner;
 use crate::capture::{Captured, Failure, Setup, capture};
 use crate::cost::{Case, Pages, Repair, Step};
 use crate::entry::CheckedOut;
-use crate::graph::{Exec, Graph, Handle, Part, Recipe, only_retiring};
+use crate::graph::{Exec, Graph, Handle, Part, Recipe, asleep, only_retiring};
 use crate::outcome::{Cause, Outcome, Ran};
 use crate::scope::{Lost, Made, Miss, Notes};
 use crate::{CacheError, Request, Scope};
@@ -69,6 +71,8 @@ impl Inner {
         lost: &Lost,
     ) -> Result<Vec<Made>, E> {
         request.stream.driver().bind().map_err(|e| self.refused::<E>(e))?;
+        // A run without a graph has no lease that a sleep would wait for.
+        let _awake: SmallVec<[Awake; 2]> = request.pools().map(|pool| pool.hold_awake(request.stream)).collect();
         let notes = Notes::default();
         body(&Scope::new(request, &[], &notes, Hold::Weak, lost))?;
         Ok(notes.outputs.take())
@@ -141,6 +145,11 @@ impl<E: From<CacheError>> Run<'_, '_, E> {
                 }
                 continue;
             }
+            if let Some(error) = asleep(&stale)
+                && !mutant::is("cache.asleep-runs-eagerly")
+            {
+                return Err(self.refused(error));
+            }
             if only_retiring(&stale) && !stale.is_empty() {
                 // Whoever retires it is at work; the mark goes when they are done.
                 waits += 1;
@@ -158,6 +167,8 @@ impl<E: From<CacheError>> Run<'_, '_, E> {
             match self.cheapest(cause, remap) {
                 Repair::Remap => match self.remap() {
                     Ok(()) => ran = Ran::Remapped,
+                    // It fell asleep since the walk: the next one says so.
+                    Err(CacheError::Pool(PoolError::Asleep { .. })) => {}
                     Err(error) => {
                         tracing::debug!(%error, "no remap");
                         return self.recapture(cause.clone());
@@ -195,7 +206,9 @@ impl<E: From<CacheError>> Run<'_, '_, E> {
         let mut pages = Pages::default();
         for stale in stale {
             let Some(chunk_bytes) = self.pool(stale).and_then(Pool::chunk_bytes) else { continue };
-            pages.chunks += stale.bad.iter().map(|bad| bad.dependency.bytes.div_ceil(chunk_bytes)).sum::<usize>();
+            // The pages of what slept are there already.
+            let missing = stale.bad.iter().filter(|bad| bad.reason == BadReason::Unbacked);
+            pages.chunks += missing.map(|bad| bad.dependency.bytes.div_ceil(chunk_bytes)).sum::<usize>();
             pages.chunk_bytes = pages.chunk_bytes.max(chunk_bytes);
         }
         pages
@@ -218,7 +231,9 @@ impl<E: From<CacheError>> Run<'_, '_, E> {
             let pool = self.request.pools().find(|pool| pool.id() == part.registration.pool_id());
             let chunk_bytes = pool.and_then(Pool::chunk_bytes).unwrap_or(1);
             for reback in part.registration.reback()? {
-                pages.chunks += reback.bytes.div_ceil(chunk_bytes);
+                if reback.mapped {
+                    pages.chunks += reback.bytes.div_ceil(chunk_bytes);
+                }
                 pages.chunk_bytes = pages.chunk_bytes.max(chunk_bytes);
                 if reback.clear {
                     self.clear(reback.ptr, reback.bytes)?;
@@ -461,6 +476,8 @@ impl<E: From<CacheError>> Run<'_, '_, E> {
                 if self.blocked() {
                     return self.eager(Cause::OutputHeld);
                 }
+            } else if let Some(error) = asleep(&stale) {
+                return Err(self.refused(error));
             } else if !only_retiring(&stale) {
                 break;
             }

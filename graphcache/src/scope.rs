@@ -285,6 +285,14 @@ impl<'a> Scope<'a> {
         {
             return Err(CacheError::ContentLost(stale.clone()));
         }
+        // An eager run has no window that would say so: what sleeps has no pages.
+        if !self.capturing()
+            && let Some(purpose) = token.purpose()
+            && self.request.pools().any(|pool| pool.id() == found && pool.is_asleep(purpose))
+            && !mutant::is("cache.asleep-runs-eagerly")
+        {
+            return Err(PoolError::Asleep { purpose, what: "a declaration" }.into());
+        }
         if mutant::is("cache.declared-ignored") {
             return Ok(());
         }

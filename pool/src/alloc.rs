@@ -107,6 +107,7 @@ impl Shared {
             let mut state = self.lock();
             let key = self.stream_key(&mut state, stream);
             let graph = state.streams[key.0 as usize].window;
+            state.awake(purpose, "an allocation")?;
             if graph != NONE {
                 let found = self.alloc_in_window(&mut state, graph as usize, request, purpose, key);
                 if !(crate::mutant::is("window-unsealed") && matches!(found, Err(PoolError::WindowMiss { .. }))) {
@@ -225,6 +226,8 @@ impl Shared {
         notices: &mut Notices,
     ) -> Result<Raw, PoolError> {
         let cold = self.cold();
+        // Whoever puts memory to sleep or wakes it holds the cold lock too.
+        self.lock().awake(purpose, "an allocation")?;
         self.retry_leftovers(&cold, notices);
         // Before the driver is asked for a terabyte, chunk by chunk.
         let ever = Need { short_bytes: 0, request: Some((request, purpose, stream)), keep: None };

@@ -19,7 +19,7 @@ pub(crate) struct ArenaInner {
     pub(crate) shared: Arc<Shared>,
     pub(crate) index: usize,
     pub(crate) stream: Stream,
-    pub(crate) book: Book,
+    pub(crate) book: Arc<Book>,
 }
 
 impl Arena {

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use crate::core::{StreamKey, Uses};
 use crate::driver::DevicePtr;
+use crate::outputs::Book;
 use crate::shared::Shared;
 use crate::state::{Dep, Graph, Home, NONE, OpenWindow, Record, Site, Standing, State, WindowBlock};
 use crate::token::Place;
@@ -185,19 +186,20 @@ impl Shared {
 
     // ---- arenas
 
-    pub(crate) fn add_arena(&self, stream: &Stream) -> Result<usize, PoolError> {
+    pub(crate) fn add_arena(&self, stream: &Stream) -> Result<(usize, Arc<Book>), PoolError> {
         self.same_device("stream", stream)?;
         let mut state = self.lock();
         let state = &mut *state;
         let key = self.stream_key(state, stream);
         state.streams[key.0 as usize].live += 1;
         let private = state.take_private();
-        Ok(state.arenas.insert((private, key)))
+        let book = Arc::<Book>::default();
+        Ok((state.arenas.insert((private, key, Arc::clone(&book))), book))
     }
 
     pub(crate) fn arena_bytes(&self, index: usize) -> usize {
         let state = self.lock();
-        let Some(&(private, _)) = state.arenas.get(index) else { return 0 };
+        let Some(private) = state.arenas.get(index).map(|a| a.0) else { return 0 };
         let books = state.heaps.iter();
         let blocks = books.flat_map(|h| h.segments().flat_map(|s| h.blocks_of(s.key)).collect::<Vec<_>>());
         blocks.filter(|b| b.uses.contains(private)).map(|b| b.bytes as usize).sum()
@@ -207,7 +209,7 @@ impl Shared {
     pub(crate) fn drop_arena(&self, index: usize) {
         let mut state = self.lock();
         let state = &mut *state;
-        let Some((private, key)) = state.arenas.try_remove(index) else { return };
+        let Some((private, key, _)) = state.arenas.try_remove(index) else { return };
         let now = state.tick();
         for heap in &mut state.heaps {
             heap.retag(private, &Uses::one(key), now);

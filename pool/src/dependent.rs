@@ -95,6 +95,9 @@ pub enum RetireReason {
     /// The pages went back to the driver; the address stays. [`Registration::reback`](crate::Registration::reback)
     /// brings pages again.
     Unbacked,
+    /// The memory fell asleep: no pages until it wakes, under the same address. Whether the bytes are kept shows in
+    /// the token's `content`.
+    Asleep,
     /// The owner of a foreign range took it away or moved it.
     Withdrawn,
     /// Memory was short: drop the graph. It can not be launched any more; its memory is already being reused.

@@ -66,6 +66,28 @@ pub enum PoolError {
         /// Its size.
         bytes: usize,
     },
+    /// Something is in the way that would not go by waiting.
+    #[error("{what} is not possible now: {why}")]
+    Busy {
+        /// What was asked for.
+        what: &'static str,
+        /// What is in the way.
+        why: &'static str,
+    },
+    /// Memory of this purpose is asleep: it has no pages.
+    #[error("{what} needs {purpose:?} memory, which is asleep; wake it first")]
+    Asleep {
+        /// What for.
+        purpose: crate::Purpose,
+        /// What was asked for.
+        what: &'static str,
+    },
+    /// The host has no room for the bytes that are to be kept.
+    #[error("the host has no {bytes} bytes to keep what is asleep; drop some of it, or let fewer purposes sleep")]
+    NoHostMemory {
+        /// How many.
+        bytes: usize,
+    },
     /// Not while the stream is capturing.
     #[error("{what} is not possible while the stream is capturing")]
     Capturing {

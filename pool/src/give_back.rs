@@ -10,9 +10,11 @@ use std::sync::Arc;
 use crate::core::{Claim, SegmentKey, Uses};
 use crate::driver::{DevicePtr, DriverError, PhysHandle};
 use crate::handshake::{Begun, Cleared, Patience, begin};
+use crate::kept::Saved;
 use crate::mutant;
 use crate::retire::Victim;
 use crate::shared::{Cold, Notices, Shared};
+use crate::sleep::Bed;
 use crate::state::{Backing, Home, Leftover, Outside, Site, Spare, State};
 use crate::victims::takeable;
 use crate::{PoolError, RetireReason};
@@ -32,6 +34,8 @@ pub(crate) enum Reason {
     Trim,
     /// Growth made it superfluous.
     GarbageCollection,
+    /// The caller let it fall asleep, or a wake failed half way.
+    Sleep,
     /// The pool is closing.
     Drop,
 }
@@ -52,6 +56,8 @@ pub(crate) enum Parcel {
     Pages { record: usize, home: Home, segment: SegmentKey, chunks: Vec<Range<u32>> },
     /// What lies behind the extent of a growable slice.
     Surplus { record: usize, home: Home, segment: SegmentKey, chunks: Vec<Range<u32>> },
+    /// All pages of a heap; tiling and addresses stay. See [`sleep`](crate::sleep).
+    Sleep(Bed),
 }
 
 impl Parcel {
@@ -61,8 +67,8 @@ impl Parcel {
 }
 
 /// A parcel on its way, with the proof that nobody launches on it any more.
-struct Going {
-    parcel: Parcel,
+pub(crate) struct Going {
+    pub(crate) parcel: Parcel,
     retired: Option<(Victim, Cleared)>,
 }
 
@@ -81,7 +87,7 @@ impl Shared {
             return Ok(0);
         }
         let (mut going, uses) = self.shut(parcels, patience);
-        let waited = self.host_wait(&uses).and_then(|()| Ok(self.bind_owner()?));
+        let waited = self.host_wait(&uses).and_then(|()| self.save(&mut going)).and_then(|()| Ok(self.bind_owner()?));
         let mut freed = 0;
         let mut failed = waited.err();
         going.reverse();
@@ -126,6 +132,11 @@ impl Shared {
         let mut going = Vec::with_capacity(parcels.len());
         for parcel in parcels {
             let (record, home, chunks) = match &parcel {
+                Parcel::Sleep(bed) => {
+                    let retired = self.shut_heap(bed.heap, &mut uses);
+                    going.push(Going { parcel, retired });
+                    continue;
+                }
                 Parcel::Claim { claim, .. } => {
                     uses.extend(&claim.uses);
                     going.push(Going { parcel, retired: None });
@@ -185,6 +196,7 @@ impl Shared {
                 Some(chunks) => self.send_chunks(heap, &claim, chunks, reason),
                 None => self.send_slab(heap, &claim),
             },
+            Parcel::Sleep(bed) => self.send_to_sleep(bed, going.retired, notices),
             Parcel::Pages { record, home, segment, chunks } | Parcel::Surplus { record, home, segment, chunks } => {
                 let mut gone = Vec::new();
                 let mut failed = None;
@@ -253,7 +265,7 @@ impl Shared {
     }
 
     /// Takes the pages of chunks away, in order; the bytes that went, and what stopped it.
-    fn unmap_chunks(
+    pub(crate) fn unmap_chunks(
         &self,
         heap: usize,
         segment: SegmentKey,
@@ -314,8 +326,12 @@ impl Shared {
     fn put_back(&self, going: Going) {
         let mut state = self.lock();
         let state = &mut *state;
-        if let Parcel::Claim { heap, claim } = &going.parcel {
-            let _ = state.heaps[*heap].release_claim(claim.block);
+        match going.parcel {
+            Parcel::Claim { heap, claim } => {
+                let _ = state.heaps[heap].release_claim(claim.block);
+            }
+            Parcel::Pages { .. } | Parcel::Surplus { .. } => {}
+            Parcel::Sleep(bed) => state.stay_awake(bed),
         }
         if let Some((victim, cleared)) = going.retired {
             cleared.abandon(state, &victim);
@@ -452,6 +468,8 @@ impl Shared {
             let records = std::mem::take(&mut state.records);
             let mut leftovers = std::mem::take(&mut state.leftovers);
             leftovers.extend(state.spare.drain(..).map(|s| Leftover::Chunk(s.handle, s.bytes)));
+            let kept = std::mem::take(&mut state.sleeping).into_iter().flatten().filter_map(|s| s.saved);
+            leftovers.extend(kept.filter_map(Saved::into_leftover));
             (backing, records, leftovers)
         };
         let mut notices = Notices::default();

@@ -28,7 +28,7 @@ use crate::shared::{Cold, Notices, Shared};
 use crate::slice::Raw;
 use crate::state::{Home, NONE, State};
 use crate::victims::Need;
-use crate::{AllocationId, Element, PoolError, Purpose, Stream, Token, Tracked, mutant};
+use crate::{AllocationId, Awake, Element, PoolError, Purpose, Stream, Token, Tracked, mutant};
 
 /// How much of a growable slice may be touched now, bytes. Shared with the graphs that depend on it.
 #[derive(Clone, Debug)]
@@ -164,6 +164,10 @@ impl<T: Element> GrowableSlice<T> {
         self.raw.books.record_stream(&self.raw, stream)
     }
 
+    pub(crate) fn hold_awake(&self, what: &'static str) -> Result<Awake, PoolError> {
+        self.raw.books.awake(self.raw.purpose, what)
+    }
+
     fn owner(&self) -> Result<Arc<Shared>, PoolError> {
         self.raw.books.lock().owner.clone().ok_or(PoolError::Internal("a live slice without a pool"))
     }
@@ -239,6 +243,8 @@ impl Shared {
     ) -> Result<Raw, PoolError> {
         let heap = purpose.index();
         let _cold = self.cold();
+        // Whoever puts memory to sleep or wakes it holds the cold lock too.
+        self.lock().awake(purpose, "an allocation")?;
         self.driver.bind()?;
         for _ in 0..2 {
             {
@@ -297,6 +303,7 @@ impl Shared {
         let home = Home { heap: raw.purpose.index(), block: raw.block };
         let needed = bytes.div_ceil(self.chunk_bytes) as u32;
         if bytes > extent.bytes() as u64 {
+            self.lock().awake(raw.purpose, "growth")?;
             let mut notices = Notices::default();
             let result = {
                 let lacking = |state: &State| lacking(state, home, needed);
@@ -312,6 +319,7 @@ impl Shared {
                         self.may_call_driver("growth")?;
                         self.settle();
                         let cold = self.cold();
+                        self.lock().awake(raw.purpose, "growth")?;
                         self.retry_leftovers(&cold, &mut notices);
                         self.fill_extent(&cold, home, needed, &mut notices)?;
                         self.note_extent(home, bytes, needed, extent, lacking).map(|_| ())
@@ -467,6 +475,12 @@ impl State {
         self.growing.keys().map(chunks).sum::<u64>() * chunk_bytes
     }
 
+    /// What the books say of the chunks behind the extents in one heap, asleep or not.
+    pub(crate) fn surplus_of(&self, heap: usize, chunk_bytes: u64) -> Vec<(Home, Vec<Range<u32>>)> {
+        let homes = self.growing.keys().filter(|home| home.heap == heap);
+        homes.map(|&home| (home, behind_extent(self, home, chunk_bytes))).collect()
+    }
+
     /// Whether chunks still lie behind the extent of a growable slice.
     pub(crate) fn still_surplus(&self, home: Home, chunks: &[Range<u32>], chunk_bytes: u64) -> bool {
         let surplus = surplus(self, home, chunk_bytes);
@@ -496,6 +510,13 @@ fn lacking(state: &State, home: Home, needed: u32) -> Vec<Range<u32>> {
 
 /// Chunks with memory behind the extent.
 fn surplus(state: &State, home: Home, chunk_bytes: u64) -> Vec<Range<u32>> {
+    if state.heaps[home.heap].is_asleep() {
+        return Vec::new();
+    }
+    behind_extent(state, home, chunk_bytes)
+}
+
+fn behind_extent(state: &State, home: Home, chunk_bytes: u64) -> Vec<Range<u32>> {
     let Some(growing) = state.growing.get(&home) else { return Vec::new() };
     let there = state.heaps[home.heap].chunks_inside(home.block);
     let start = first_chunk(state, home.heap, home.block) + (growing.allocated_bytes / chunk_bytes.max(1)) as u32;

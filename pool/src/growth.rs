@@ -119,6 +119,25 @@ impl Shared {
     /// Puts pages under chunks, all or none, and tells the heap. Chunks that wait for a range go first.
     pub(crate) fn map_chunks(
         &self,
+        cold: &Cold<'_>,
+        heap: usize,
+        segment: SegmentKey,
+        chunks: &[Range<u32>],
+    ) -> Result<(), DriverError> {
+        self.map_pages(cold, heap, segment, chunks)?;
+        let mut state = self.lock();
+        for range in chunks {
+            let backed = state.heaps[heap].back(segment, range.clone());
+            debug_assert!(backed.is_ok(), "the plan named unbacked chunks: {backed:?}");
+        }
+        state.counters.growths += 1;
+        state.note_reserved();
+        Ok(())
+    }
+
+    /// Puts pages under chunks, all or none. The heap's books do not know yet.
+    pub(crate) fn map_pages(
+        &self,
         _cold: &Cold<'_>,
         heap: usize,
         segment: SegmentKey,
@@ -176,13 +195,7 @@ impl Shared {
                 }
             }
         }
-        for range in chunks {
-            let backed = state.heaps[heap].back(segment, range.clone());
-            debug_assert!(backed.is_ok(), "the plan named unbacked chunks: {backed:?}");
-            state.tally.segments.add(range.len() as u64);
-        }
-        state.counters.growths += 1;
-        state.note_reserved();
+        state.tally.segments.add(chunks.iter().map(|range| range.len() as u64).sum());
         Ok(())
     }
 

@@ -19,7 +19,7 @@ use parking_lot::Mutex;
 
 use crate::driver::DevicePtr;
 use crate::handshake::Lease;
-use crate::{Arena, DeviceSlice, Element, PoolError, Stream, mutant};
+use crate::{Arena, Awake, DeviceSlice, Element, PoolError, Stream, mutant};
 
 /// What an arena knows of its graphs and of what is held.
 #[derive(Debug, Default)]
@@ -30,6 +30,25 @@ pub(crate) struct Book {
     order: AtomicU64,
     /// Held for moments, never while anybody is waited for.
     pages: Mutex<Pages>,
+}
+
+impl Book {
+    pub(crate) fn is_held(&self) -> bool {
+        !self.pages.lock().held.is_empty()
+    }
+
+    /// The arena's bytes are about to go, and none of its graphs can be launched now: nothing that was left in it can be
+    /// held any more. `false`: something is.
+    pub(crate) fn forget_outputs(&self) -> bool {
+        let pages = self.pages.lock();
+        if !pages.held.is_empty() {
+            return false;
+        }
+        for graph in pages.graphs.iter().filter_map(Weak::upgrade) {
+            graph.launched.store(0, Ordering::Relaxed);
+        }
+        true
+    }
 }
 
 #[derive(Debug, Default)]
@@ -187,6 +206,15 @@ impl<T: Element> Output<T> {
         match &self.kind {
             Kind::Own(slice) => slice.ptr(),
             Kind::Held(hold) => DevicePtr(hold.span.start),
+        }
+    }
+
+    /// Keeps its memory from falling asleep while a call queues work on it. What is held of an arena keeps the arena from
+    /// falling asleep anyway.
+    pub(crate) fn hold_awake(&self, what: &'static str) -> Result<Awake, PoolError> {
+        match &self.kind {
+            Kind::Own(slice) => slice.hold_awake(what),
+            Kind::Held(hold) => Ok(hold.graph.arena.0.shared.books().hold_awake()),
         }
     }
 

@@ -220,6 +220,54 @@ impl Pool {
         self.shared().trim_to(bytes)
     }
 
+    /// Gives the pages of these purposes (none named: of all) back to the driver, to be [woken](Self::wake) at the same
+    /// addresses. Slices, graphs and addresses stay; [`Content`] says what becomes of the bytes.
+    ///
+    /// Waits for launches and [runs](Self::hold_awake) that are being made, and for all work on streams that the pool knows.
+    /// Until they wake, allocations for these purposes, copies by this crate and declarations are refused with `Asleep`, and
+    /// no graph that needs them is launched. Other kernels that the caller launches on slices are the caller's to hold
+    /// back. What sleeps already stays as it is. vmm only; foreign ranges and host memory do not sleep.
+    ///
+    /// Returns the bytes that went back.
+    ///
+    /// # Errors
+    /// `Unsupported` in slab mode; `Capturing` while a window of the pool is open or this thread captures; `Busy` inside a
+    /// run of this thread, or while a result in an arena is held; `NoHostMemory`; those of the driver. Then all is awake as before, but for an unmap that failed half way: then what is
+    /// left goes with the next call.
+    pub fn sleep(&self, content: Content, purposes: &[Purpose]) -> Result<usize, PoolError> {
+        self.shared().sleep(content, purposes)
+    }
+
+    /// Puts pages back under what sleeps of these purposes (none named: of all), at the same addresses, and the bytes that
+    /// were kept. What was freed meanwhile gets none. Takes memory from elsewhere in the pool like any growth.
+    ///
+    /// A graph whose bytes were kept launches again after a [`reback`](Registration::reback) that only takes note of the
+    /// pages. Bytes that were dropped are undefined, and graphs that read them are told so.
+    ///
+    /// Returns the bytes that were mapped.
+    ///
+    /// # Errors
+    /// `OutOfMemory`; `Capturing`; those of the driver. What did not wake sleeps on with its bytes kept; call again.
+    pub fn wake(&self, purposes: &[Purpose]) -> Result<usize, PoolError> {
+        self.shared().wake(purposes)
+    }
+
+    /// For who is about to queue work on `stream` that uses memory of the pool without a graph: until the guard is dropped
+    /// nothing falls asleep, and a sleep waits for the stream afterwards. The graph cache takes one for every run of a
+    /// closure.
+    pub fn hold_awake(&self, stream: &Stream) -> Awake {
+        let shared = self.shared();
+        let awake = shared.books().hold_awake();
+        shared.stream_key(&mut shared.lock(), stream);
+        awake
+    }
+
+    /// Whether memory for a purpose is asleep.
+    #[must_use]
+    pub fn is_asleep(&self, purpose: Purpose) -> bool {
+        self.shared().lock().heaps[purpose.index()].is_asleep()
+    }
+
     /// Changes the byte limit. What is held above a lower limit goes back as requests come.
     pub fn set_limit(&self, bytes: Option<usize>) {
         self.shared().set_limit(bytes);
@@ -378,12 +426,12 @@ impl Pool {
     /// # Errors
     /// `OtherDevice`.
     pub fn arena(&self, stream: &Stream) -> Result<Arena, PoolError> {
-        let index = self.shared().add_arena(stream)?;
+        let (index, book) = self.shared().add_arena(stream)?;
         Ok(Arena(Arc::new(arena::ArenaInner {
             shared: Arc::clone(self.shared()),
             index,
             stream: stream.clone(),
-            book: Default::default(),
+            book,
         })))
     }
 

@@ -33,8 +33,12 @@ impl Shared {
     }
 
     fn reback_cold(&self, cold: &Cold<'_>, graph: usize, notices: &mut Notices) -> Result<Vec<Reback>, PoolError> {
-        for hole in self.holes(graph)? {
-            self.fill(cold, graph, &hole, notices)?;
+        if let Some(purpose) = self.lock().asleep_for(graph) {
+            return Err(PoolError::Asleep { purpose, what: "putting pages back" });
+        }
+        let holes = self.holes(graph)?;
+        for hole in &holes {
+            self.fill(cold, graph, hole, notices)?;
         }
         let mut state = self.lock();
         let state = &mut *state;
@@ -43,7 +47,7 @@ impl Shared {
         for dep in &mut g.deps {
             let Some(record) = state.records.get(dep.record) else { continue };
             let dependency = &mut dep.dependency;
-            if judge(record, dependency) != Some(BadReason::Unbacked) || record.unbacked {
+            if judge(record, dependency) != Some(BadReason::Rebacked) {
                 continue;
             }
             dependency.token.backing = record.backing;
@@ -52,6 +56,7 @@ impl Shared {
                 ptr: DevicePtr(record.ptr + dependency.offset_bytes as u64),
                 bytes: dependency.bytes,
                 clear: dependency.use_ == crate::Use::ZeroedScratch,
+                mapped: holes.iter().any(|hole| hole.record == dep.record),
             });
         }
         Ok(again)
@@ -61,13 +66,16 @@ impl Shared {
     fn holes(&self, graph: usize) -> Result<Vec<Hole>, Stale> {
         let state = self.lock();
         let pool = self.id;
-        let evicted = || Stale { pool, evicted: true, bad: Vec::new() };
+        let evicted = || Stale::evicted(pool);
         let g = state.graphs.get(graph).filter(|g| !g.evicted && !g.lease.is_dead()).ok_or_else(evicted)?;
         let mut holes: Vec<Hole> = Vec::new();
         let mut bad = Vec::new();
         for (index, dep) in g.deps.iter().enumerate() {
             let Some(record) = state.records.get(dep.record) else { continue };
             let Some(reason) = judge(record, &dep.dependency) else { continue };
+            if reason == BadReason::Rebacked {
+                continue;
+            }
             if reason != BadReason::Unbacked || !dep.dependency.use_.is_scratch() {
                 bad.push(Bad { index, dependency: dep.dependency, reason });
                 continue;
@@ -80,7 +88,7 @@ impl Shared {
             let chunks = state.heaps[home.heap].missing_chunks(home.block);
             holes.push(Hole { record: dep.record, home, segment: block.segment, chunks });
         }
-        if bad.is_empty() { Ok(holes) } else { Err(Stale { pool, evicted: false, bad }) }
+        if bad.is_empty() { Ok(holes) } else { Err(Stale { pool, evicted: false, asleep: None, bad }) }
     }
 
     fn fill(&self, cold: &Cold<'_>, graph: usize, hole: &Hole, notices: &mut Notices) -> Result<(), PoolError> {

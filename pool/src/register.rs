@@ -5,7 +5,7 @@ use crate::handshake::Proven;
 use crate::shared::Shared;
 use crate::state::{Dep, Holder, NONE, Record, Standing, State};
 use crate::token::PlaceKind;
-use crate::{Bad, BadReason, Dependency, Hold, PoolError, Stale, mutant};
+use crate::{Bad, BadReason, Dependency, Hold, PoolError, Purpose, Stale, mutant};
 
 impl Shared {
     pub(crate) fn declare(&self, graph: usize, dependency: Dependency) -> Result<(), PoolError> {
@@ -37,6 +37,7 @@ impl Shared {
         let index = index.ok_or(PoolError::StaleToken { token, reason: BadReason::Gone })?;
         let record = state.records.get(index).ok_or(PoolError::StaleToken { token, reason: BadReason::Gone })?;
         let checked = match judge(record, &dependency) {
+            Some(BadReason::Asleep) => Err(PoolError::Asleep { purpose: purpose_of(record), what: "a declaration" }),
             Some(reason) => Err(PoolError::StaleToken { token, reason }),
             None => range(record.bytes as usize),
         };
@@ -53,10 +54,9 @@ impl Shared {
         let mut state = self.lock();
         let state = &mut *state;
         let pool = self.id;
-        let Some(g) = state.graphs.get(graph) else { return Err(Stale { pool, evicted: true, bad: Vec::new() }) };
-        if g.evicted || g.lease.is_dead() {
-            return Err(Stale { pool, evicted: true, bad: Vec::new() });
-        }
+        let Some(g) = state.graphs.get(graph).filter(|g| !g.evicted && !g.lease.is_dead()) else {
+            return Err(Stale::evicted(pool));
+        };
         let bad: Vec<Bad> = g
             .deps
             .iter()
@@ -71,11 +71,13 @@ impl Shared {
                 reason.map(|reason| Bad { index, dependency: dep.dependency, reason })
             })
             .collect();
+        let asleep = state.asleep_for(graph);
         let proven = state.epoch.proven();
+        let good = bad.is_empty() && asleep.is_none();
         if let Some(g) = state.graphs.get_mut(graph) {
-            g.good = bad.is_empty();
+            g.good = good;
         }
-        if bad.is_empty() { Ok(proven) } else { Err(Stale { pool, evicted: false, bad }) }
+        if good { Ok(proven) } else { Err(Stale { pool, evicted: false, asleep, bad }) }
     }
 
     pub(crate) fn dependencies(&self, graph: usize) -> Vec<Dependency> {
@@ -143,6 +145,21 @@ impl State {
         }
     }
 
+    /// Memory that a graph uses and that is asleep, if there is any.
+    pub(crate) fn asleep_for(&self, graph: usize) -> Option<Purpose> {
+        if self.sleeping.iter().all(Option::is_none) {
+            return None;
+        }
+        let graph = self.graphs.get(graph)?;
+        let tag = self.arena_tag(graph);
+        let arena = self.sleeping.iter().position(|sleeping| match (sleeping, tag) {
+            (Some(sleeping), Some(tag)) => sleeping.arenas.contains(tag),
+            _ => false,
+        });
+        let mut records = graph.deps.iter().filter_map(|dep| self.records.get(dep.record));
+        arena.map(|heap| Purpose::ALL[heap]).or_else(|| records.find(|r| r.asleep).map(purpose_of))
+    }
+
     /// Uses of a record by those who hold it now: its own, and the streams of graphs that were launched.
     pub(crate) fn uses_of(&self, record: usize) -> Uses {
         let mut uses = Uses::none();
@@ -162,6 +179,9 @@ impl State {
 /// What is wrong with a dependency, if anything is.
 pub(crate) fn judge(record: &Record, dependency: &Dependency) -> Option<BadReason> {
     let token = &dependency.token;
+    if record.asleep {
+        return Some(BadReason::Asleep);
+    }
     if record.retiring && !mutant::is("walk-ignores-retiring") {
         return Some(BadReason::Retiring);
     }
@@ -174,11 +194,23 @@ pub(crate) fn judge(record: &Record, dependency: &Dependency) -> Option<BadReaso
     if record.address != token.address {
         return Some(BadReason::Withdrawn);
     }
-    if (record.unbacked || record.backing != token.backing) && !mutant::is("backing-unchecked") {
+    // First: no pages bring lost bytes back.
+    let content_matters = !dependency.use_.is_scratch();
+    if content_matters && record.content != token.content {
+        return Some(BadReason::ContentLost);
+    }
+    if mutant::is("backing-unchecked") {
+        return None;
+    }
+    if record.unbacked {
         return Some(BadReason::Unbacked);
     }
-    let content_matters = !dependency.use_.is_scratch();
-    (content_matters && record.content != token.content).then_some(BadReason::ContentLost)
+    (record.backing != token.backing).then_some(BadReason::Rebacked)
+}
+
+/// What the memory of a record is for; anything outside the heaps never sleeps.
+fn purpose_of(record: &Record) -> Purpose {
+    record.home().and_then(|home| Purpose::ALL.get(home.heap).copied()).unwrap_or_default()
 }
 
 /// The mistake that rule 3 forbids, for its mutant: whatever now lives at the address is taken for the same.

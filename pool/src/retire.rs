@@ -6,13 +6,13 @@
 use smallvec::SmallVec;
 use std::sync::Arc;
 
-use crate::core::Uses;
+use crate::core::{StreamKey, Uses};
 use crate::handshake::{Begun, Cleared, EpochWriter, Lease, Patience, Retire, begin};
 use crate::mutant;
 use crate::shared::{Notices, Shared};
-use crate::state::{Info, Standing, State};
+use crate::state::{Graph, Info, Standing, State};
 use crate::victims::takeable;
-use crate::{BadReason, RetireReason, Retired};
+use crate::{BadReason, RetireReason, Retired, ScratchPolicy};
 
 /// What is retired together: records, or a whole graph.
 #[derive(Clone, Debug, Default)]
@@ -21,15 +21,17 @@ pub(crate) struct Victim {
     pub(crate) graph: Option<usize>,
     /// Only if the records still are what graphs hold weakly, and nobody else: they were picked under an earlier lock.
     pub(crate) weak: bool,
+    /// Arenas, by their tags: the graphs that share their memory, without a record of it.
+    pub(crate) arenas: Uses,
 }
 
 impl Victim {
     pub(crate) fn record(record: usize) -> Self {
-        Self { records: SmallVec::from_slice(&[record]), graph: None, weak: false }
+        Self { records: SmallVec::from_slice(&[record]), ..Self::default() }
     }
 
     pub(crate) fn graph(graph: usize) -> Self {
-        Self { records: SmallVec::new(), graph: Some(graph), weak: false }
+        Self { graph: Some(graph), ..Self::default() }
     }
 }
 
@@ -78,6 +80,10 @@ impl Retire for State {
         for &record in &victim.records {
             graphs.extend(self.records.get(record).into_iter().flat_map(|r| r.holders.iter().map(|h| h.graph)));
         }
+        if !victim.arenas.is_empty() {
+            let shares = |g: &Graph| self.arena_tag(g).is_some_and(|tag| victim.arenas.contains(tag));
+            graphs.extend(self.graphs.iter().filter(|(_, g)| shares(g)).map(|(index, _)| index));
+        }
         graphs.sort_unstable();
         graphs.dedup();
         for graph in graphs {
@@ -109,12 +115,27 @@ impl State {
         uses
     }
 
-    /// Moves a record's generations and notes whom to tell.
+    /// The tag of the arena that a graph shares.
+    pub(crate) fn arena_tag(&self, graph: &Graph) -> Option<StreamKey> {
+        match &graph.policy {
+            ScratchPolicy::Shared(arena) => self.arenas.get(arena.0.index).map(|a| a.0),
+            _ => None,
+        }
+    }
+
+    /// Moves a record's generations and notes whom to tell. Its bytes are lost.
     pub(crate) fn change(&mut self, index: usize, reason: RetireReason, notices: &mut Notices) {
+        if let Some(record) = self.records.get_mut(index) {
+            record.content = record.content.wrapping_add(1);
+        }
+        self.change_pages(index, reason, notices);
+    }
+
+    /// As [`change`](Self::change), but its bytes are kept somewhere.
+    pub(crate) fn change_pages(&mut self, index: usize, reason: RetireReason, notices: &mut Notices) {
         let place = self.place_of(index);
         let pool = self.id;
         let Some(record) = self.records.get_mut(index) else { return };
-        record.content = record.content.wrapping_add(1);
         match reason {
             RetireReason::Reissued => {
                 record.address = record.address.wrapping_add(1);
@@ -129,6 +150,7 @@ impl State {
                 record.backing = record.backing.wrapping_add(1);
                 record.unbacked = true;
             }
+            RetireReason::Asleep => record.backing = record.backing.wrapping_add(1),
             RetireReason::Withdrawn => {
                 record.address = record.address.wrapping_add(1);
                 record.backing = record.backing.wrapping_add(1);
@@ -180,7 +202,7 @@ impl Shared {
         patience: Patience,
         notices: &mut Notices,
     ) -> bool {
-        let victim = Victim { records: SmallVec::from_slice(records), graph: None, weak: true };
+        let victim = Victim { records: SmallVec::from_slice(records), weak: true, ..Victim::default() };
         if mutant::is("no-bump-on-reissue") {
             let mut state = self.lock();
             for &record in records {

@@ -5,10 +5,11 @@
 //! *before* `state`, never inside it, and no callback runs under it. Whoever holds `cold` may wait for the
 //! device and for leases: a launcher takes neither lock while it holds a lease, and a drop takes only `state`.
 
+use std::cell::Cell;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU32, Ordering};
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::{Mutex, MutexGuard, RecursiveRwLock, RecursiveRwLockReadGuard, RecursiveRwLockWriteGuard};
 
 use crate::core::{StreamKey, Uses};
 use crate::driver::host_memory::HostMemory;
@@ -17,7 +18,7 @@ use crate::handshake::Epoch;
 use crate::lock::{Guard, Lock};
 use crate::slice::Raw;
 use crate::state::{Home, NONE, State};
-use crate::{Dependent, PoolConfig, PoolError, PoolId, PoolMode, Retired, Stream, Token};
+use crate::{Dependent, PoolConfig, PoolError, PoolId, PoolMode, Purpose, Retired, Stream, Token};
 
 /// What pools, slices, windows and registrations share.
 pub(crate) struct Shared {
@@ -35,7 +36,33 @@ pub(crate) struct Shared {
 /// The books and their lock. They outlive every pool, so that a slice can find them without counting
 /// references: two locked instructions less in every hand-out and drop. Used again by the next pool.
 #[repr(align(64))]
-pub(crate) struct Books(Lock<State>);
+pub(crate) struct Books {
+    state: Lock<State>,
+    /// Held for reading while somebody queues work on memory of the pool, so that a sleep begins before it or after it.
+    /// Taken before the cold lock and the books' lock.
+    gate: RecursiveRwLock<()>,
+    /// Which purposes are asleep, by bits. Set under the gate, cleared without.
+    asleep: AtomicU8,
+}
+
+thread_local! {
+    /// How many gates this thread holds open.
+    static GATES: Cell<u32> = const { Cell::new(0) };
+}
+
+/// While it lives, no memory of a pool is put to sleep: a sleep waits for its end. What sleeps already may still wake. On
+/// the thread that has one a sleep is refused as `Busy`.
+#[must_use = "a sleep waits only as long as this lives"]
+#[derive(Debug)]
+pub struct Awake {
+    _gate: RecursiveRwLockReadGuard<'static, ()>,
+}
+
+impl Drop for Awake {
+    fn drop(&mut self) {
+        GATES.set(GATES.get().saturating_sub(1));
+    }
+}
 
 /// Books without a pool.
 static SPARE: Mutex<Vec<&'static Books>> = Mutex::new(Vec::new());
@@ -47,15 +74,49 @@ impl Books {
         match spare {
             Some(books) => {
                 *books.lock() = state;
+                books.asleep.store(0, Ordering::Relaxed);
                 books
             }
-            None => Box::leak(Box::new(Self(Lock::new(state)))),
+            None => Box::leak(Box::new(Self {
+                state: Lock::new(state),
+                gate: RecursiveRwLock::default(),
+                asleep: AtomicU8::new(0),
+            })),
         }
     }
 
     #[inline]
     pub(crate) fn lock(&self) -> Guard<'_, State> {
-        self.0.lock()
+        self.state.lock()
+    }
+
+    /// Holds the gate open.
+    pub(crate) fn hold_awake(&'static self) -> Awake {
+        // Recursive: one call may look at two slices, and a sleep may wait between the two.
+        let gate = self.gate.read();
+        GATES.set(GATES.get() + 1);
+        Awake { _gate: gate }
+    }
+
+    /// For a call that queues work on a slice.
+    pub(crate) fn awake(&'static self, purpose: Purpose, what: &'static str) -> Result<Awake, PoolError> {
+        let awake = self.hold_awake();
+        let asleep = self.asleep.load(Ordering::Acquire) & (1 << purpose.index()) != 0;
+        if asleep { Err(PoolError::Asleep { purpose, what }) } else { Ok(awake) }
+    }
+
+    /// Waits until nobody queues work.
+    pub(crate) fn shut_gate(&self) -> Result<RecursiveRwLockWriteGuard<'_, ()>, PoolError> {
+        if GATES.get() > 0 {
+            return Err(PoolError::Busy { what: "a sleep", why: "this thread is in the middle of a run on the pool" });
+        }
+        Ok(self.gate.write())
+    }
+
+    /// Tells those who queue work. What falls asleep is told with the gate shut.
+    pub(crate) fn tell_asleep(&self, state: &State) {
+        let bits = state.heaps.iter().enumerate().map(|(heap, books)| u8::from(books.is_asleep()) << heap);
+        self.asleep.store(bits.fold(0, |all, bit| all | bit), Ordering::Release);
     }
 
     pub(crate) fn token_of(&self, raw: &Raw) -> Token {

@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 
 use crate::core::{BlockKey, StreamKey};
 use crate::driver::DevicePtr;
-use crate::shared::Books;
+use crate::shared::{Awake, Books};
 use crate::token::Place;
 use crate::{AllocationId, Element, Extent, PoolError, PoolId, Purpose, Stream, Token};
 
@@ -136,6 +136,11 @@ impl<T: Element> DeviceSlice<T> {
     #[must_use]
     pub fn pool_id(&self) -> PoolId {
         self.raw.allocation.pool()
+    }
+
+    /// Keeps its memory from falling asleep while a call queues work on it.
+    pub(crate) fn hold_awake(&self, what: &'static str) -> Result<Awake, PoolError> {
+        self.raw.books.awake(self.raw.purpose, what)
     }
 
     /// Says that work queued on `stream` uses the slice, so that its memory waits for that work too.

@@ -55,12 +55,13 @@ impl Staging {
     /// Queues a copy of `data` into the start of `dst`.
     ///
     /// # Errors
-    /// `Length` if it does not fit; `Capturing`; `OtherDevice`; those of the driver.
+    /// `Length` if it does not fit; `Capturing`; `OtherDevice`; `Asleep`; those of the driver.
     pub fn upload<T: Element>(&mut self, data: &[T], dst: &DeviceSlice<T>) -> Result<(), PoolError> {
         self.stream.not_capturing("a copy from plain host memory")?;
         if data.len() > dst.len() {
             return Err(PoolError::Length { expected: dst.len(), found: data.len() });
         }
+        let _awake = dst.hold_awake("an upload")?;
         dst.record_stream(&self.stream)?;
         for (i, part) in data.as_bytes().chunks(BUFFER_BYTES).enumerate() {
             let to = DevicePtr(dst.ptr().0 + (i * BUFFER_BYTES) as u64);

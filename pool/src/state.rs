@@ -13,6 +13,8 @@ use crate::driver::host_memory::{Pinned, Registered};
 use crate::driver::{DevicePtr, PhysHandle};
 use crate::growing::Growing;
 use crate::handshake::{EpochWriter, Lease};
+use crate::outputs::Book;
+use crate::sleep::Sleeping;
 use crate::token::{Place, PlaceKind};
 use crate::{
     AllocationId, BadReason, Counters, Dependency, Dependent, HandedOut, PoolId, PoolMode, Stat, Stream, Token,
@@ -121,6 +123,8 @@ pub(crate) struct Record {
     pub(crate) standing: Standing,
     /// Pages are missing.
     pub(crate) unbacked: bool,
+    /// Its heap sleeps, or is about to.
+    pub(crate) asleep: bool,
     pub(crate) retiring: bool,
     /// Its last holder went while it was being retired: dropped when the mark goes, and not before, since the
     /// retirer still works on its memory.
@@ -142,6 +146,7 @@ impl Record {
             site,
             standing,
             unbacked: false,
+            asleep: false,
             retiring: false,
             drop_later: false,
             holders: SmallVec::new(),
@@ -280,12 +285,14 @@ pub(crate) struct State {
     pub(crate) records: Slab<Record>,
     pub(crate) outside: BTreeSet<(u64, usize)>,
     pub(crate) graphs: Slab<Graph>,
-    pub(crate) arenas: Slab<(StreamKey, StreamKey)>,
+    /// Each with the tag of its memory, its stream, and what is known of its outputs.
+    pub(crate) arenas: Slab<(StreamKey, StreamKey, Arc<Book>)>,
     pub(crate) leftovers: Vec<Leftover>,
     /// Chunks without a range (vmm). The next growth takes them before it makes new ones.
     pub(crate) spare: Vec<Spare>,
     /// Bytes that were moved where new chunks could have been made instead, ever.
     pub(crate) moved_bytes: u64,
+    pub(crate) sleeping: [Option<Sleeping>; 3],
     pub(crate) epoch: EpochWriter,
     pub(crate) clock: u64,
     pub(crate) last_allocation: u64,
@@ -323,6 +330,7 @@ impl State {
             leftovers: Vec::new(),
             spare: Vec::new(),
             moved_bytes: 0,
+            sleeping: Default::default(),
             epoch: EpochWriter::new(),
             clock: 0,
             last_allocation: 0,
@@ -412,8 +420,12 @@ impl State {
                 Leftover::Host(..) => 0,
             })
             .sum();
+        let heaps = self.heaps.iter().zip(&self.sleeping).map(|(heap, sleeping)| match sleeping {
+            Some(sleeping) => sleeping.mapped_bytes,
+            None => heap.backed_bytes(),
+        });
         let spare: u64 = self.spare.iter().map(|s| s.bytes).sum();
-        self.heaps.iter().map(Heap::backed_bytes).sum::<u64>() + leftovers + spare
+        heaps.sum::<u64>() + leftovers + spare
     }
 
     /// Takes a chunk of this size that is mapped nowhere.
@@ -467,7 +479,9 @@ impl State {
         let allocation = AllocationId::from_raw(info.allocation)?;
         let bytes = if view.requested_bytes == 0 { view.bytes } else { view.requested_bytes };
         let standing = if info.limbo { Standing::Held } else { Standing::Live };
-        let record = self.records.insert(Record::new(allocation, view.base, bytes, Site::Block(home), standing));
+        let mut record = Record::new(allocation, view.base, bytes, Site::Block(home), standing);
+        record.asleep = self.heaps[home.heap].is_asleep();
+        let record = self.records.insert(record);
         self.info_mut(home).record = record as u32;
         Some(record)
     }

@@ -84,4 +84,8 @@ pub struct Counters {
     pub cross_stream: u64,
     /// Driver calls that grew the pool (chunks mapped, slabs allocated).
     pub growths: u64,
+    /// Times that memory of one purpose fell asleep.
+    pub sleeps: u64,
+    /// Times that it woke.
+    pub wakes: u64,
 }

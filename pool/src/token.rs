@@ -3,6 +3,8 @@
 use std::fmt;
 use std::num::NonZeroU64;
 
+use crate::Purpose;
+
 /// Number of a pool in this process. Never reused.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct PoolId(pub(crate) u16);
@@ -78,6 +80,17 @@ pub struct Token {
     pub content: u32,
     /// Where the pool looks first; says nothing about identity.
     pub(crate) place: Place,
+}
+
+impl Token {
+    /// What the memory is for; `None` where it is not the pool's own, or has no bytes.
+    #[must_use]
+    pub fn purpose(&self) -> Option<Purpose> {
+        match self.place.kind() {
+            PlaceKind::Block { heap, .. } => Purpose::ALL.get(heap).copied(),
+            PlaceKind::Outside(_) | PlaceKind::Nowhere => None,
+        }
+    }
 }
 
 /// Where an allocation is to be found in its pool's tables.

@@ -73,7 +73,8 @@ impl Shared {
     pub(crate) fn could_fit(&self, need: &Need<'_>) -> bool {
         let request_bytes = need.request.map_or(0, |(request, ..)| request.bytes());
         let state = self.lock();
-        let live = state.tally.allocated.current;
+        // What sleeps takes no memory.
+        let live = state.tally.allocated.current.saturating_sub(state.asleep_bytes());
         let most = state.limit_bytes.unwrap_or(u64::MAX).min(self.driver.info().total_bytes as u64);
         if live.saturating_add(request_bytes) > most {
             return false;
@@ -81,7 +82,7 @@ impl Shared {
         if need.short_bytes == 0 {
             return true;
         }
-        let free: u64 = state.heaps.iter().map(|h| h.stats().free_bytes).sum();
+        let free: u64 = state.heaps.iter().filter(|h| !h.is_asleep()).map(|h| h.stats().free_bytes).sum();
         free + state.tally.held.current + state.surplus_bytes(self.chunk_bytes) >= need.short_bytes
     }
 
@@ -254,7 +255,8 @@ impl Shared {
                     let mut any = 0;
                     for dep in &g.deps {
                         let Some(record) = state.records.get(dep.record) else { continue };
-                        let Some(home) = record.home().filter(|_| record.standing == Standing::Held) else { continue };
+                        let has_memory = record.standing == Standing::Held && !record.asleep;
+                        let Some(home) = record.home().filter(|_| has_memory) else { continue };
                         if record.all_weak() && !keeps_addresses(state.mode) {
                             continue;
                         }
@@ -372,6 +374,7 @@ impl Shared {
 pub(crate) fn takeable(state: &State, record: &Record) -> bool {
     record.standing == Standing::Held
         && !record.retiring
+        && !record.asleep
         && !record.holders.is_empty()
         && record.all_weak()
         && record.holders.iter().all(|h| state.graphs.get(h.graph).is_some_and(|g| g.window.is_none()))

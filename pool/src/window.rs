@@ -110,6 +110,8 @@ pub struct Reback {
     pub bytes: usize,
     /// It is zeroed scratch: clear it before the launch.
     pub clear: bool,
+    /// They were put back just now; otherwise they were there already and only taken note of.
+    pub mapped: bool,
 }
 
 impl Registration {
@@ -121,10 +123,11 @@ impl Registration {
         self.shared.walk(self.dependent)
     }
 
-    /// Puts pages back under unbacked scratch, at the same addresses (vmm). Walk again afterwards.
+    /// Puts pages back under unbacked scratch, at the same addresses (vmm), and takes note of other pages that came under
+    /// what slept and kept its bytes. Walk again afterwards.
     ///
     /// # Errors
-    /// `Stale` if something is bad that pages alone do not repair; `OutOfMemory`; those of the driver.
+    /// `Stale` if something is bad that pages alone do not repair; `Asleep`; `OutOfMemory`; those of the driver.
     pub fn reback(&self) -> Result<Vec<Reback>, PoolError> {
         self.shared.reback(self.dependent)
     }

@@ -22,8 +22,12 @@ fn lost_state_is_refused_until_somebody_says_that_it_was_filled() {
         reason: BadReason::ContentLost,
     };
     let mut lost = Lost::default();
-    let found =
-        Stale { pool: pool.id(), evicted: false, bad: vec![bad(&state, Use::State), bad(&scratch, Use::Scratch)] };
+    let found = Stale {
+        pool: pool.id(),
+        evicted: false,
+        asleep: None,
+        bad: vec![bad(&state, Use::State), bad(&scratch, Use::Scratch)],
+    };
     lost.note(std::slice::from_ref(&found));
     lost.note(&[found]);
     let notes = Notes::default();

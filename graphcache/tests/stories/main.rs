@@ -14,6 +14,7 @@ mod record;
 mod repairs;
 mod replay;
 mod rig;
+mod sleep;
 mod threads;
 mod updates;
 mod windows;

@@ -69,6 +69,11 @@ const TABLE: &[(&str, &str, &str)] = &[
         "updates::kernels_of_one_name_and_two_handles_never_share_an_exec",
     ),
     ("10 nothing leaks", "cache.graph-leaked", "replay::everything_goes_with_the_cache_and_the_pool"),
+    (
+        "asleep is a typed refusal",
+        "cache.asleep-runs-eagerly",
+        "sleep::asleep_a_run_is_a_typed_refusal_and_nothing_runs_in_its_place",
+    ),
     ("storms end in a pin", "cache.storms-ignored", "repairs::a_storm_of_recaptures_ends_in_a_pin"),
 ];
 

@@ -1,7 +1,7 @@
 //! Results in a shared arena: they share bytes with other graphs' scratch, but not while somebody holds them.
 
 use evergraph_graphcache::{CacheError, Cause, GraphKey, Ran, Request};
-use evergraph_pool::{Arena, DeviceSlice, Output, PoolError, ScratchPolicy, Use};
+use evergraph_pool::{Arena, Content, DeviceSlice, Output, PoolError, ScratchPolicy, Use};
 
 use crate::rig::{BOTH, CHUNK, Rig, config};
 
@@ -107,6 +107,30 @@ fn what_was_written_over_is_not_to_be_had() {
     assert!(matches!(other, Err(CacheError::NoOutput { index: 0 })));
     let beyond: Result<Output<u32>, _> = rig.cache.output(&b.request(&rig), 1);
     assert!(matches!(beyond, Err(CacheError::NoOutput { index: 1 })));
+}
+
+/// The arena's bytes go when it sleeps, kept or not: what is held keeps it awake, and what is not is gone afterwards.
+#[test]
+fn a_pool_does_not_sleep_under_a_held_result() {
+    let rig = Rig::new(BOTH[0]);
+    let (a, b) = settled(&rig);
+    assert_eq!((a.run(&rig, 1).0, b.run(&rig, 2).0), (Ran::Replayed, Ran::Replayed));
+    let held = b.hold(&rig).unwrap();
+    for content in [Content::Keep, Content::Drop] {
+        assert!(matches!(rig.pool.sleep(content, &[]), Err(PoolError::Busy { .. })));
+        assert!(b.is(&rig, &held, 2));
+        rig.pool.check().unwrap();
+    }
+    drop(held);
+    assert!(b.is(&rig, &b.hold(&rig).unwrap(), 2), "nothing happened to it");
+    rig.pool.sleep(Content::Keep, &[]).unwrap();
+    assert!(b.hold(&rig).is_err());
+    rig.pool.wake(&[]).unwrap();
+    let gone = b.hold(&rig).unwrap_err();
+    assert!(matches!(gone, CacheError::Pool(PoolError::OutputGone { .. })), "{gone}");
+    assert_eq!(b.run(&rig, 3).0, Ran::Remapped);
+    assert!(b.is(&rig, &b.hold(&rig).unwrap(), 3));
+    assert_eq!(rig.driver.fault(), None);
 }
 
 #[test]

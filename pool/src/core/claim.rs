@@ -44,6 +44,9 @@ impl Heap {
         usable: &dyn Fn(StreamKey) -> bool,
     ) -> Vec<Claim> {
         self.settle_completed();
+        if self.asleep {
+            return Vec::new();
+        }
         let mut candidates = self.whole_chunks(usable);
         if !except.is_empty() {
             candidates = candidates.into_iter().flat_map(|c| self.outside(c, except)).collect();

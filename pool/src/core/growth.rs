@@ -30,6 +30,9 @@ impl Heap {
     /// When all of them (none, if work that completed meanwhile made room) are [`back`](Self::back)ed,
     /// [`alloc`](Self::alloc) succeeds.
     pub(crate) fn plan_growth(&mut self, request: &Request, stream: StreamKey) -> Option<Growth> {
+        if self.asleep {
+            return None;
+        }
         if self.alone(stream) {
             self.settle_ring()
         } else {

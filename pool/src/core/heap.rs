@@ -76,6 +76,8 @@ pub(crate) struct Heap {
     /// For each stream: the host saw everything before this complete.
     pub(super) completed: Vec<Stamp>,
     pub(super) unsettled: bool,
+    /// Its pages are away, or about to go: see `sleep`.
+    pub(super) asleep: bool,
     pub(super) slab_bytes: u64,
     pub(super) chunked_bytes: u64,
 }
@@ -103,6 +105,7 @@ impl Heap {
             private: Uses::none(),
             completed: Vec::new(),
             unsettled: false,
+            asleep: false,
             slab_bytes: 0,
             chunked_bytes: 0,
         }
@@ -123,6 +126,9 @@ impl Heap {
     /// The warm path: a block that `stream` may use at once. Its queued uses (at most `stream`'s) are dropped.
     #[inline]
     pub(crate) fn alloc(&mut self, request: &Request, stream: StreamKey) -> Option<BlockKey> {
+        if self.asleep {
+            return None;
+        }
         for i in (0..self.ring_len).rev() {
             let key = self.ring[i];
             let block = &self.blocks[key as usize];

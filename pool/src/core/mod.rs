@@ -26,6 +26,7 @@ mod private;
 mod request;
 mod runs;
 mod segments;
+mod sleep;
 mod table;
 mod tiling;
 mod uses;
@@ -39,6 +40,7 @@ pub(crate) use claim::Claim;
 pub(crate) use growth::Growth;
 pub(crate) use heap::{Heap, HeapConfig};
 pub(crate) use request::{BadRequest, Request};
+pub(crate) use sleep::runs;
 pub(crate) use uses::{Stamp, StreamKey, Uses};
 pub(crate) use view::{BlockView, SegmentView};
 

@@ -69,6 +69,9 @@ impl Heap {
         stream: StreamKey,
         usable: &dyn Fn(StreamKey) -> bool,
     ) -> Option<(BlockKey, Uses)> {
+        if self.asleep {
+            return None;
+        }
         if self.alone(stream) {
             return self.alloc(request, stream).map(|block| (block, Uses::none()));
         }
@@ -95,7 +98,7 @@ impl Heap {
         if let Some(found) = self.alloc_cross(request, stream, usable) {
             return Some(found);
         }
-        if self.config().small_bytes == 0 {
+        if self.asleep || self.config().small_bytes == 0 {
             return None;
         }
         let window = self.best_window(request, &Reach { stream, foreign: usable, unbacked: false, zone: None })?;

@@ -91,6 +91,30 @@ impl Pinned {
         unsafe { self.driver.memcpy_dtoh(self.ptr.as_ptr(), src, bytes, stream) }
     }
 
+    /// Queues a copy from the device to `offset` in the buffer. At most up to the buffer's end.
+    pub(crate) fn keep(&self, offset: usize, src: DevicePtr, bytes: usize, stream: StreamHandle) -> DriverResult<()> {
+        self.driver.bind()?;
+        let offset = offset.min(self.bytes);
+        let bytes = bytes.min(self.bytes - offset);
+        // SAFETY: `offset + bytes` is inside the allocation; the rest as in `copy_from_device`.
+        unsafe { self.driver.memcpy_dtoh(self.ptr.as_ptr().add(offset), src, bytes, stream) }
+    }
+
+    /// Queues a copy from `offset` in the buffer to the device. At most up to the buffer's end.
+    pub(crate) fn restore(
+        &self,
+        offset: usize,
+        dst: DevicePtr,
+        bytes: usize,
+        stream: StreamHandle,
+    ) -> DriverResult<()> {
+        self.driver.bind()?;
+        let offset = offset.min(self.bytes);
+        let bytes = bytes.min(self.bytes - offset);
+        // SAFETY: `offset + bytes` is inside the allocation; the rest as in `copy_to_device`.
+        unsafe { self.driver.memcpy_htod(dst, self.ptr.as_ptr().add(offset), bytes, stream) }
+    }
+
     /// Gives the memory back. The caller has seen, on the host, everything complete that uses it, and no graph
     /// holds it. On an error it is still there: call again.
     pub(crate) fn free(&mut self) -> DriverResult<()> {

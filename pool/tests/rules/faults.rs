@@ -4,13 +4,13 @@ use std::sync::Arc;
 
 use evergraph_pool::driver::host::HostDevice;
 use evergraph_pool::{
-    DeviceSlice, Hold, PoolError, PoolMode, Purpose, RegisteredHost, ScratchPolicy, Stream, Tracked, Use,
+    Content, DeviceSlice, Hold, PoolError, PoolMode, Purpose, RegisteredHost, ScratchPolicy, Stream, Tracked, Use,
 };
 
 use crate::common::*;
 
 /// Destroying events and streams is left out: a drop can not try again, and nothing of the pool depends on it.
-const KINDS: [&str; 20] = [
+const KINDS: [&str; 23] = [
     "address_reserve",
     "create",
     "map",
@@ -30,6 +30,9 @@ const KINDS: [&str; 20] = [
     "stream_wait_event",
     "stream_query",
     "stream_synchronize",
+    "stream_create",
+    "memcpy_htod",
+    "memcpy_dtoh",
     "capture_status",
 ];
 
@@ -87,6 +90,42 @@ fn growth() {
             Ok(())
         },
     );
+}
+
+#[test]
+fn sleeping_and_waking() {
+    // A failed sleep leaves everything awake, or, once chunks went, asleep; a failed wake leaves it asleep. Either way
+    // nothing that was kept is lost, and doing it again does the rest.
+    for content in [Content::Drop, Content::Keep, Content::KeepPinned] {
+        each_call(
+            |mode| {
+                let rig = Rig::new(mode);
+                let data: Vec<u32> = (0..40_000).collect();
+                let upload = |purpose| rig.pool.upload(&data, purpose, &rig.stream).unwrap();
+                let slices: Vec<_> = Purpose::ALL.into_iter().map(upload).collect();
+                rig.stream.fill(&slices[0], 7).unwrap();
+                let graph = rig.depends(&slices[1], Use::Scratch, Hold::Weak);
+                (rig, (slices, graph, data))
+            },
+            |rig, (slices, graph, data)| {
+                if rig.pool.mode() == PoolMode::Slab {
+                    return Ok(());
+                }
+                rig.pool.sleep(content, &[])?;
+                rig.pool.check().unwrap();
+                assert_eq!(rig.pool.stats().reserved_bytes.current, 0);
+                rig.pool.wake(&[])?;
+                graph.registration.reback()?;
+                graph.registration.walk()?;
+                if content != Content::Drop {
+                    assert!(rig.stream.download(&slices[0])?.iter().all(|word| *word == 0x0707_0707));
+                    assert_eq!(rig.stream.download(&slices[1])?, *data);
+                    assert_eq!(rig.stream.download(&slices[2])?, *data);
+                }
+                Ok(())
+            },
+        );
+    }
 }
 
 #[test]

@@ -11,6 +11,7 @@ mod mutants;
 mod outside;
 mod process;
 mod retire;
+mod sleep;
 mod slices;
 mod stitch;
 mod windows;

@@ -51,6 +51,23 @@ const ROWS: &[(&str, &str, &str)] = &[
         "no-wait-before-unmap",
         "stitch::a_request_that_no_free_block_fits_is_served_from_several",
     ),
+    ("kept bytes come back", "kept-content-not-restored", "sleep::kept_bytes_are_there_again_at_the_same_addresses"),
+    ("shared chunks come back", "wake-skips-shared-chunks", "sleep::kept_bytes_are_there_again_at_the_same_addresses"),
+    (
+        "lost bytes are noticed",
+        "dropped-content-unnoticed",
+        "sleep::dropped_bytes_move_the_content_and_are_never_taken_for_what_they_were",
+    ),
+    (
+        "nothing is handed out asleep",
+        "sleeping-heap-hands-out",
+        "sleep::nothing_is_handed_out_or_touched_while_it_sleeps",
+    ),
+    (
+        "2 a sleep waits on the host",
+        "sleep-forgets-streams",
+        "sleep::the_host_has_seen_all_work_before_anything_is_unmapped",
+    ),
     ("10 failure changes nothing", "failed-map-leaks", "faults::growth"),
     ("11 numbers are checked", "wrap-sizes", "slices::absurd_sizes_are_refused_and_change_nothing"),
     ("12 no lock while foreign code runs", "callback-under-lock", "retire::a_callback_may_use_the_pool"),
