@@ -29,6 +29,29 @@ pub(super) fn pack(x: &[&[f32]], out: &mut [f32]) {
 }
 
 per_level! {
+    /// The first [`PANEL`] rows of [`PANEL`] numbers, as columns.
+    pub(super) fn transpose(rows: &[f32]) -> [[f32; PANEL]; PANEL] = transpose_body
+}
+
+#[inline(always)]
+fn transpose_body<const L: u8>(rows: &[f32]) -> [[f32; PANEL]; PANEL] {
+    let rows = &rows[..PANEL * PANEL];
+    let mut columns = [[0.0; PANEL]; PANEL];
+    #[cfg(target_arch = "x86_64")]
+    if L == 2 {
+        // SAFETY: level 2 runs only where AVX-512 was found; as many numbers are there.
+        unsafe { x86::transpose(rows, &mut columns) };
+        return columns;
+    }
+    for (r, row) in rows.as_chunks::<PANEL>().0.iter().enumerate() {
+        for (column, &value) in columns.iter_mut().zip(row) {
+            column[r] = value;
+        }
+    }
+    columns
+}
+
+per_level! {
     /// One tile: `acc[panel][r][lane] = sum over k of w[r][k] * x[panel][k][lane]`, for at most [`TILE`] rows.
     /// `x` is packed panel after panel, `cols * PANEL` numbers each; `decoded` has `TILE * DEPTH` numbers, `acc`
     /// `TILE * PANEL` a panel.
@@ -153,6 +176,46 @@ mod x86 {
     use std::arch::x86_64::*;
 
     use super::{DEPTH, PANEL, TILE};
+
+    /// Rows to columns.
+    ///
+    /// # Safety
+    /// `rows` has `PANEL * PANEL` numbers.
+    #[target_feature(enable = "avx512f")]
+    pub(super) unsafe fn transpose(rows: &[f32], columns: &mut [[f32; PANEL]; PANEL]) {
+        let mut from = [_mm512_setzero_ps(); PANEL];
+        for r in 0..PANEL {
+            // SAFETY: by the length above.
+            from[r] = unsafe { _mm512_loadu_ps(rows.as_ptr().add(r * PANEL)) };
+        }
+        // Within quarters: 4x4 blocks of rows 4 i .. 4 i + 3.
+        let mut to = from;
+        for i in (0..PANEL).step_by(4) {
+            let (a, b) = (_mm512_unpacklo_ps(from[i], from[i + 1]), _mm512_unpackhi_ps(from[i], from[i + 1]));
+            let (c, d) = (_mm512_unpacklo_ps(from[i + 2], from[i + 3]), _mm512_unpackhi_ps(from[i + 2], from[i + 3]));
+            to[i] = _mm512_shuffle_ps::<0x44>(a, c);
+            to[i + 1] = _mm512_shuffle_ps::<0xEE>(a, c);
+            to[i + 2] = _mm512_shuffle_ps::<0x44>(b, d);
+            to[i + 3] = _mm512_shuffle_ps::<0xEE>(b, d);
+        }
+        // Now quarter q of register 4 i + m has column 4 q + m, rows 4 i and on.
+        for m in 0..4 {
+            let (a, b) = (to[m], to[4 + m]);
+            let (c, d) = (to[8 + m], to[12 + m]);
+            let (ab, cd) = (_mm512_shuffle_f32x4::<0x44>(a, b), _mm512_shuffle_f32x4::<0x44>(c, d));
+            let (ab_high, cd_high) = (_mm512_shuffle_f32x4::<0xEE>(a, b), _mm512_shuffle_f32x4::<0xEE>(c, d));
+            let list = [
+                _mm512_shuffle_f32x4::<0x88>(ab, cd),
+                _mm512_shuffle_f32x4::<0xDD>(ab, cd),
+                _mm512_shuffle_f32x4::<0x88>(ab_high, cd_high),
+                _mm512_shuffle_f32x4::<0xDD>(ab_high, cd_high),
+            ];
+            for (q, column) in list.into_iter().enumerate() {
+                // SAFETY: a column has as many numbers.
+                unsafe { _mm512_storeu_ps(columns[4 * q + m].as_mut_ptr(), column) };
+            }
+        }
+    }
 
     /// `M` weight rows times `V` panels, sums in registers (`M * V + V + 1` of 32).
     ///

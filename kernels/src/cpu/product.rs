@@ -256,6 +256,7 @@ fn tiles(
     let rows = product.w.len() / product.row_bytes;
     let tiles = rows.div_ceil(gemm::TILE);
     let cost = gemm::TILE * product.cols * places.len() / 16;
+    let level = Level::current();
     parallel::each(tiles, cost, |t| {
         let start = t * gemm::TILE;
         let count = gemm::TILE.min(rows - start);
@@ -264,12 +265,14 @@ fn tiles(
         let mut tile = TILE.take();
         tile.acc.resize(places.len().div_ceil(gemm::PANEL) * gemm::TILE * gemm::PANEL, 0.0);
         multiply(w, &mut tile);
-        for (t, &(a, b)) in places.iter().enumerate() {
-            let panel = &tile.acc[t / gemm::PANEL * gemm::TILE * gemm::PANEL..];
-            // SAFETY: each task writes its own rows of the outputs.
-            let out = unsafe { y.part_mut(a, b, start, count) };
-            for (r, out) in out.iter_mut().enumerate() {
-                *out = panel[r * gemm::PANEL + t % gemm::PANEL];
+        for (panel, places) in tile.acc.chunks_exact(gemm::TILE * gemm::PANEL).zip(places.chunks(gemm::PANEL)) {
+            for first in (0..count).step_by(gemm::PANEL) {
+                let rows = gemm::PANEL.min(count - first);
+                let square = gemm::transpose(level, &panel[first * gemm::PANEL..]);
+                for (&(a, b), column) in places.iter().zip(&square) {
+                    // SAFETY: each task writes its own rows of the outputs.
+                    unsafe { y.part_mut(a, b, start + first, rows) }.copy_from_slice(&column[..rows]);
+                }
             }
         }
         TILE.set(tile);

@@ -97,9 +97,9 @@ pub(in crate::cpu) fn tile(
             codes::unpack(way.level(), ty, w, row_bytes, from, bytes, &mut to);
         }
         let (first, groups) = (start / x.group * PANEL, depth / x.group * PANEL);
-        for (p, acc) in acc.chunks_exact_mut(TILE * PANEL).enumerate() {
+        let job = |p: usize| {
             let entries = p * (x.cols / x.group) * PANEL + first;
-            let job = Job {
+            Job {
                 group: x.group,
                 signed: format.zero == 128,
                 minima: format.minima,
@@ -107,14 +107,25 @@ pub(in crate::cpu) fn tile(
                 d: &x.d[entries..entries + groups],
                 offsets: &x.offsets[entries..entries + groups],
                 sums: &x.sums[entries..entries + groups],
-            };
+            }
+        };
+        // Two panels at a time, which share the weights' codes.
+        for (pair, acc) in acc.chunks_mut(2 * TILE * PANEL).enumerate() {
+            let (acc, second) = acc.split_at_mut(TILE * PANEL);
+            let jobs = (job(2 * pair), (!second.is_empty()).then(|| job(2 * pair + 1)));
             for r in (0..rows).step_by(ROWS) {
                 let weights = Rows {
                     codes: &codes[r * DEPTH..(r + ROWS) * DEPTH],
                     scales: &scales[r * DEPTH / GROUP..(r + ROWS) * DEPTH / GROUP],
                     minima: &minima[r * DEPTH / GROUP..(r + ROWS) * DEPTH / GROUP],
                 };
-                job.run(way, &weights, &mut acc[r * PANEL..(r + ROWS) * PANEL]);
+                let own = r * PANEL..(r + ROWS) * PANEL;
+                match &jobs {
+                    (first, None) => first.run(way, &weights, &mut acc[own]),
+                    (first, Some(other)) => {
+                        first.run_two(other, way, &weights, &mut acc[own.clone()], &mut second[own])
+                    }
+                }
             }
         }
     }
@@ -140,18 +151,22 @@ pub(super) struct Rows<'a> {
 }
 
 impl Job<'_> {
-    /// `acc[r][lane] += w[r] . q[lane]`.
-    fn run(&self, way: Way, w: &Rows<'_>, acc: &mut [f32]) {
-        // Lengths that the loops below, and those with intrinsics, count on.
+    /// Lengths that the loops below, and those with intrinsics, count on.
+    fn check(&self, w: &Rows<'_>, acc: &[f32]) {
         let entries = self.q.len() / self.group;
         assert!(self.q.len() <= DEPTH * PANEL && self.q.len().is_multiple_of(self.group * PANEL));
         assert!(self.d.len() == entries && self.offsets.len() == entries && self.sums.len() == entries);
         assert!(w.codes.len() == ROWS * DEPTH && w.scales.len() == ROWS * DEPTH / GROUP);
         assert!(w.minima.len() == ROWS * DEPTH / GROUP && acc.len() == ROWS * PANEL);
+    }
+
+    /// `acc[r][lane] += w[r] . q[lane]`.
+    fn run(&self, way: Way, w: &Rows<'_>, acc: &mut [f32]) {
+        self.check(w, acc);
         #[cfg(target_arch = "x86_64")]
         match way {
             // SAFETY: the way is one of this machine; lengths were checked above.
-            Way::Vnni => return unsafe { super::x86::many_vnni(self, w, acc) },
+            Way::Vnni => return unsafe { super::x86::many_vnni([self], w, [acc]) },
             // SAFETY: as above.
             Way::Avx2 => return unsafe { super::x86::many_avx2(self, w, acc) },
             Way::Plain => {}
@@ -160,6 +175,20 @@ impl Job<'_> {
         for (r, acc) in acc.as_chunks_mut::<PANEL>().0.iter_mut().enumerate() {
             self.plain(w, r, acc);
         }
+    }
+
+    /// The same for two panels of one chunk.
+    fn run_two(&self, other: &Self, way: Way, w: &Rows<'_>, acc: &mut [f32], other_acc: &mut [f32]) {
+        #[cfg(target_arch = "x86_64")]
+        if way == Way::Vnni {
+            self.check(w, acc);
+            other.check(w, other_acc);
+            assert!(self.group == other.group && self.minima == other.minima && self.d.len() == other.d.len());
+            // SAFETY: the way is one of this machine; lengths were checked above.
+            return unsafe { super::x86::many_vnni([self, other], w, [acc, other_acc]) };
+        }
+        self.run(way, w, acc);
+        other.run(way, w, other_acc);
     }
 
     fn plain(&self, w: &Rows<'_>, r: usize, acc: &mut [f32; PANEL]) {

@@ -1,5 +1,8 @@
 //! The products with AVX2 and with AVX-512 VNNI. Each does, lane by lane, what the plain loops do.
 
+// Counted loops over register arrays, which unroll wholly.
+#![allow(clippy::needless_range_loop)]
+
 use std::arch::x86_64::*;
 
 use super::few::{LANES, STEP, Token, Weights, reduce};
@@ -114,43 +117,55 @@ pub(super) unsafe fn few_avx2(w: &Weights<'_>, x: &Token, y: &mut [f32]) {
     }
 }
 
-/// Many tokens.
+/// Many tokens: `V` panels at a time.
 ///
 /// # Safety
-/// Lengths as `Job::run` checks them.
+/// Lengths as `Job::check` checks them, and jobs alike.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-pub(super) unsafe fn many_vnni(job: &Job<'_>, w: &Rows<'_>, acc: &mut [f32]) {
-    let group = job.group;
+pub(super) unsafe fn many_vnni<const V: usize>(jobs: [&Job<'_>; V], w: &Rows<'_>, acc: [&mut [f32]; V]) {
+    let Some(first) = jobs.first() else { return };
+    let (group, minima, groups) = (first.group, first.minima, first.d.len() / PANEL);
+    let acc = acc.map(<[f32]>::as_mut_ptr);
     // SAFETY: groups are whole in all lists, and no longer than the rows.
     unsafe {
-        let acc = acc.as_mut_ptr();
-        let mut sums = [_mm512_setzero_ps(); ROWS];
-        for (r, sum) in sums.iter_mut().enumerate() {
-            *sum = _mm512_loadu_ps(acc.add(r * PANEL));
+        let mut sums = [[_mm512_setzero_ps(); V]; ROWS];
+        for (r, sums) in sums.iter_mut().enumerate() {
+            for v in 0..V {
+                sums[v] = _mm512_loadu_ps(acc[v].add(r * PANEL));
+            }
         }
-        for g in 0..job.d.len() / PANEL {
-            let mut products = [_mm512_loadu_si512(job.offsets.as_ptr().add(g * PANEL).cast()); ROWS];
+        for g in 0..groups {
+            let offsets = jobs.map(|job| _mm512_loadu_si512(job.offsets.as_ptr().add(g * PANEL).cast()));
+            let mut products = [offsets; ROWS];
             for k in (g * group..(g + 1) * group).step_by(4) {
-                let q = _mm512_loadu_si512(job.q.as_ptr().add(k * PANEL).cast());
+                let q = jobs.map(|job| _mm512_loadu_si512(job.q.as_ptr().add(k * PANEL).cast()));
                 for (r, products) in products.iter_mut().enumerate() {
                     let codes = w.codes.as_ptr().add(r * DEPTH + k).cast::<i32>().read_unaligned();
-                    *products = _mm512_dpbusd_epi32(*products, _mm512_set1_epi32(codes), q);
+                    let codes = _mm512_set1_epi32(codes);
+                    for v in 0..V {
+                        products[v] = _mm512_dpbusd_epi32(products[v], codes, q[v]);
+                    }
                 }
             }
-            let d = _mm512_loadu_ps(job.d.as_ptr().add(g * PANEL));
-            let of_x = _mm512_loadu_ps(job.sums.as_ptr().add(g * PANEL));
-            for (r, (sum, products)) in sums.iter_mut().zip(products).enumerate() {
+            let d = jobs.map(|job| _mm512_loadu_ps(job.d.as_ptr().add(g * PANEL)));
+            let of_x = jobs.map(|job| _mm512_loadu_ps(job.sums.as_ptr().add(g * PANEL)));
+            for (r, (sums, products)) in sums.iter_mut().zip(products).enumerate() {
                 let entry = r * (DEPTH / GROUP) + g * group / GROUP;
-                let scale = _mm512_mul_ps(_mm512_set1_ps(*w.scales.as_ptr().add(entry)), d);
-                *sum = _mm512_add_ps(*sum, _mm512_mul_ps(scale, _mm512_cvtepi32_ps(products)));
-                if job.minima {
-                    let minimum = _mm512_set1_ps(*w.minima.as_ptr().add(entry));
-                    *sum = _mm512_add_ps(*sum, _mm512_mul_ps(minimum, of_x));
+                let scale = _mm512_set1_ps(*w.scales.as_ptr().add(entry));
+                let minimum = _mm512_set1_ps(*w.minima.as_ptr().add(entry));
+                for v in 0..V {
+                    let scaled = _mm512_mul_ps(_mm512_mul_ps(scale, d[v]), _mm512_cvtepi32_ps(products[v]));
+                    sums[v] = _mm512_add_ps(sums[v], scaled);
+                    if minima {
+                        sums[v] = _mm512_add_ps(sums[v], _mm512_mul_ps(minimum, of_x[v]));
+                    }
                 }
             }
         }
-        for (r, sum) in sums.into_iter().enumerate() {
-            _mm512_storeu_ps(acc.add(r * PANEL), sum);
+        for (r, sums) in sums.into_iter().enumerate() {
+            for v in 0..V {
+                _mm512_storeu_ps(acc[v].add(r * PANEL), sums[v]);
+            }
         }
     }
 }
@@ -158,7 +173,7 @@ pub(super) unsafe fn many_vnni(job: &Job<'_>, w: &Rows<'_>, acc: &mut [f32]) {
 /// Many tokens, eight lanes at a time.
 ///
 /// # Safety
-/// Lengths as `Job::run` checks them.
+/// Lengths as `Job::check` checks them.
 #[target_feature(enable = "avx2")]
 pub(super) unsafe fn many_avx2(job: &Job<'_>, w: &Rows<'_>, acc: &mut [f32]) {
     let group = job.group;
