@@ -31,6 +31,20 @@ pub enum Error {
     /// A model file that can not be read.
     #[error("{0}")]
     BadFile(Box<BadFile>),
+    /// Files that are no whole model together.
+    #[error(
+        "{}: expected {expected}, found {found}; try: put all parts of the model into one folder, under their own \
+         names, and name the first",
+        path.display()
+    )]
+    Split {
+        /// The file where it showed.
+        path: PathBuf,
+        /// What should be there.
+        expected: String,
+        /// What is there.
+        found: String,
+    },
     /// A metadata key is missing or holds something else than the model needs.
     #[error("metadata key {key}: expected {expected}, found {found}; try: another file, or convert the model again")]
     Metadata {

@@ -12,13 +12,13 @@ use super::output::say;
 use super::size::{format_size, parse_size};
 use crate::engine::{ActType, KvType, PoolConfig, PoolMode, Runtime, RuntimeConfig, SessionConfig};
 use crate::error::{Error, Result};
-use crate::gguf::{Bytes, Gguf};
+use crate::gguf::Gguf;
 use crate::sampling::Sampling;
 
 /// Which model file, and how it is read.
 #[derive(Debug, Clone, Args)]
 pub(super) struct ModelFlags {
-    /// Model file (GGUF)
+    /// Model file (GGUF); of a split model, the first part
     #[arg(short = 'm', long = "model", value_name = "FILE")]
     pub(super) model: PathBuf,
     /// Read the file into memory instead of mapping it
@@ -29,7 +29,7 @@ pub(super) struct ModelFlags {
 impl ModelFlags {
     /// Opens and checks the file.
     pub(super) fn open(&self) -> Result<Gguf> {
-        if self.no_mmap { Gguf::parse(Bytes::read(&self.model)?) } else { Gguf::open(&self.model) }
+        if self.no_mmap { Gguf::read(&self.model) } else { Gguf::open(&self.model) }
     }
 }
 

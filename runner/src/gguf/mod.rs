@@ -19,6 +19,7 @@
 mod cursor;
 mod map;
 mod parse;
+mod split;
 mod types;
 mod value;
 mod write;
@@ -35,10 +36,12 @@ pub use write::{MetaValue, Writer};
 
 use crate::error::{Error, Result};
 
-/// A model file: metadata and a table of tensors, over bytes that stay where they are.
+/// A model file, or all files of a split model: metadata and a table of tensors, over bytes that stay where they are.
 #[derive(Debug)]
 pub struct Gguf {
     bytes: Arc<Bytes>,
+    /// The other files of a split model.
+    more: Vec<Arc<Bytes>>,
     version: u32,
     alignment_bytes: u64,
     data_start: u64,
@@ -64,6 +67,8 @@ pub struct TensorInfo {
     dims: [u64; 4],
     rank: u8,
     ty: QuantType,
+    /// Which file it is in.
+    part: u16,
     start: u64,
     bytes: u64,
 }
@@ -93,7 +98,13 @@ impl TensorInfo {
         self.ty
     }
 
-    /// Where its data starts in the file, bytes.
+    /// Which file of a split model it is in, from 0.
+    #[must_use]
+    pub fn part(&self) -> usize {
+        self.part.into()
+    }
+
+    /// Where its data starts in that file, bytes.
     #[must_use]
     pub fn start_bytes(&self) -> u64 {
         self.start
@@ -113,23 +124,40 @@ impl TensorInfo {
 }
 
 impl Gguf {
-    /// Maps and checks a file. See [`Bytes`] for what mapping means.
+    /// Maps and checks a file, and all other files of a split model, of which this must be the first. See [`Bytes`] for
+    /// what mapping means.
     ///
     /// # Errors
-    /// [`Error::Io`] if the file can not be mapped, [`Error::BadFile`] if it breaks a rule of the format.
+    /// [`Error::Io`] if a file can not be mapped, [`Error::BadFile`] if it breaks a rule of the format,
+    /// [`Error::Split`] for files that are no whole model together.
     pub fn open(path: &Path) -> Result<Self> {
-        Self::parse(Bytes::map(path)?)
+        split::open(path, &Bytes::map)
+    }
+
+    /// As [`open`](Self::open), but with files read into memory.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn read(path: &Path) -> Result<Self> {
+        split::open(path, &Bytes::read)
     }
 
     /// Checks bytes that are already there.
     ///
     /// # Errors
-    /// [`Error::BadFile`] if they break a rule of the format.
+    /// [`Error::BadFile`] if they break a rule of the format, or are a part of a split model.
     pub fn parse(bytes: Bytes) -> Result<Self> {
-        parse::parse(bytes)
+        let file = parse::parse(bytes)?;
+        match file.key_index.get("split.count").zip(file.get("split.count")) {
+            Some((&key, count)) if count.as_u64() != Some(1) => {
+                let at = file.keys.get(key as usize).map_or(0, |key| key.start as u64);
+                Err(cursor::bad(Check::Split, at, "split.count", count.to_string()))
+            }
+            _ => Ok(file),
+        }
     }
 
-    /// The bytes of the whole file.
+    /// The bytes of the whole file; of a split model, of the first one, which has the metadata.
     #[must_use]
     pub fn bytes(&self) -> &Arc<Bytes> {
         &self.bytes
@@ -168,7 +196,8 @@ impl Gguf {
     /// A tensor's data.
     #[must_use]
     pub fn data(&self, tensor: &TensorInfo) -> &[u8] {
-        let bytes: &[u8] = (*self.bytes).as_ref();
+        let Some(bytes) = self.parts().nth(tensor.part.into()) else { return &[] };
+        let bytes: &[u8] = (**bytes).as_ref();
         // Checked when the file was opened; a tensor of another file gives nothing.
         let range = tensor.start as usize..tensor.start.saturating_add(tensor.bytes) as usize;
         bytes.get(range).unwrap_or_default()
@@ -176,17 +205,17 @@ impl Gguf {
 
     /// Metadata in the file's order.
     pub fn metadata(&self) -> impl Iterator<Item = (&str, Value<'_>)> {
-        self.keys.iter().filter_map(|key| Some((&*key.name, self.read(key)?)))
+        self.keys.iter().filter_map(|key| Some((&*key.name, self.value(key)?)))
     }
 
     /// The value of a key.
     #[must_use]
     pub fn get(&self, key: &str) -> Option<Value<'_>> {
         let index = *self.key_index.get(key)?;
-        self.read(self.keys.get(index as usize)?)
+        self.value(self.keys.get(index as usize)?)
     }
 
-    fn read(&self, key: &Key) -> Option<Value<'_>> {
+    fn value(&self, key: &Key) -> Option<Value<'_>> {
         Value::read(key.ty, (*self.bytes).as_ref().get(key.start..key.end)?)
     }
 

@@ -47,11 +47,6 @@ pub(super) fn parse(bytes: Bytes) -> Result<Gguf> {
         let key = keys.get(*key_index.get(name)? as usize)?;
         Some((key, Value::read(key.ty, all.get(key.start..key.end)?)?))
     };
-    if let Some((key, count)) = value("split.count")
-        && count.as_u64() != Some(1)
-    {
-        return Err(bad(Check::Split, key.start as u64, "split.count", count.to_string()));
-    }
     let alignment_bytes = match value("general.alignment") {
         None => DEFAULT_ALIGNMENT,
         Some((key, value)) => match value {
@@ -67,7 +62,17 @@ pub(super) fn parse(bytes: Bytes) -> Result<Gguf> {
     let data_start = (cursor.at() as u64).next_multiple_of(alignment_bytes);
     place(&mut tensors, data_start, all.len() as u64)?;
 
-    Ok(Gguf { bytes: Arc::new(bytes), version, alignment_bytes, data_start, keys, key_index, tensors, tensor_index })
+    Ok(Gguf {
+        bytes: Arc::new(bytes),
+        more: Vec::new(),
+        version,
+        alignment_bytes,
+        data_start,
+        keys,
+        key_index,
+        tensors,
+        tensor_index,
+    })
 }
 
 type Index = HashMap<Box<str>, u32>;
@@ -153,7 +158,7 @@ fn infos(cursor: &mut Cursor<'_>, count: u64, alignment_bytes: u64) -> Result<(V
             let found = format!("offset {offset} with an alignment of {alignment_bytes}");
             return Err(bad(Check::OffsetAlignment, at, what, found));
         }
-        tensors.push(TensorInfo { name, dims, rank: rank as u8, ty, start: offset, bytes });
+        tensors.push(TensorInfo { name, dims, rank: rank as u8, ty, part: 0, start: offset, bytes });
     }
     Ok((tensors, index))
 }

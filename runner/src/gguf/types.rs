@@ -125,7 +125,7 @@ impl Check {
             Self::OffsetAlignment => "an offset on the file's alignment",
             Self::TensorRange => "a tensor inside the file",
             Self::Overlap => "tensors that do not overlap",
-            Self::Split => "a model in one file (split files are not supported yet)",
+            Self::Split => "a model in one piece",
         }
     }
 
@@ -137,7 +137,7 @@ impl Check {
             Self::Version => "convert the model again with a current converter, for a little-endian machine",
             Self::Truncated | Self::TensorRange => "get the file again, the download looks incomplete",
             Self::TensorType => "another quantisation of the model (Q4_K_M, Q8_0, F16 …)",
-            Self::Split => "merge the parts into one file first (llama-gguf-split --merge)",
+            Self::Split => "open the first part by its path, NAME-00001-of-0000N.gguf, with the others beside it",
             _ => "get the file again from a source you trust, it is damaged or hostile",
         }
     }

@@ -8,15 +8,15 @@ use evergraph_pool::{DeviceSlice, Purpose, RegisteredHost, Staging, Tracked, Use
 
 use crate::engine::Runtime;
 use crate::error::{Error, Result};
-use crate::gguf::{Gguf, QuantType, TensorInfo};
+use crate::gguf::{Bytes, Gguf, QuantType, TensorInfo};
 
 /// The weights of a file, where the device can read them.
 ///
-/// On the host device they are the mapped file itself, registered and never copied; on others they are
+/// On the host device they are the mapped files themselves, registered and never copied; on others they are
 /// uploaded, one allocation each.
 ///
 /// # Reuse and capture
-/// Weights never move. Steps declare all of them, as the one registered range or allocation by allocation.
+/// Weights never move. Steps declare all of them, as the registered range of each file or allocation by allocation.
 #[derive(Debug)]
 pub struct Weights {
     file: Arc<Gguf>,
@@ -26,7 +26,8 @@ pub struct Weights {
 
 #[derive(Debug)]
 enum Store {
-    Mapped(RegisteredHost),
+    /// Each file of the model.
+    Mapped(Vec<RegisteredHost>),
     Uploaded(Vec<DeviceSlice<u8>>),
 }
 
@@ -58,8 +59,11 @@ impl Weights {
     pub fn load(file: Arc<Gguf>, runtime: &Runtime) -> Result<Self> {
         let device = runtime.device();
         let store = if runtime.pool().driver().as_host().is_some() {
-            let bytes: Arc<dyn evergraph_pool::HostMemory> = Arc::clone(file.bytes()) as _;
-            Store::Mapped(runtime.pool().register_host(bytes)?)
+            let register = |bytes: &Arc<Bytes>| {
+                let bytes: Arc<dyn evergraph_pool::HostMemory> = Arc::clone(bytes) as _;
+                Ok(runtime.pool().register_host(bytes)?)
+            };
+            Store::Mapped(file.parts().map(register).collect::<Result<_>>()?)
         } else {
             if file.tensors().iter().any(is_dense) {
                 runtime.prepare_products()?;
@@ -78,7 +82,7 @@ impl Weights {
     /// What a step that reads the weights depends on.
     pub fn uses(&self) -> Vec<(&dyn Tracked, Use)> {
         match &self.store {
-            Store::Mapped(file) => vec![(file as &dyn Tracked, Use::Weight)],
+            Store::Mapped(files) => files.iter().map(|file| (file as &dyn Tracked, Use::Weight)).collect(),
             Store::Uploaded(list) => list.iter().map(|slice| (slice as &dyn Tracked, Use::Weight)).collect(),
         }
     }
@@ -186,7 +190,8 @@ impl Weights {
     fn place(&self, tensor: &TensorInfo) -> Result<(DevicePtr, u64)> {
         let lost = || Error::tensor(tensor.name(), "a place on the device", "none");
         match &self.store {
-            Store::Mapped(file) => {
+            Store::Mapped(files) => {
+                let file = files.get(tensor.part()).ok_or_else(lost)?;
                 let ptr = file.ptr().checked_add(tensor.start_bytes() as usize).ok_or_else(lost)?;
                 Ok((ptr, file.token().allocation.get()))
             }
