@@ -1,6 +1,6 @@
 //! The `tokenizers` crate, wrapped: the only file that knows it.
 //!
-//! The crate splits off special tokens and runs the stages; the merge rule is [`spm`](super::spm), plugged in
+//! The crate splits off special tokens and runs the stages; the merge rule is [`merge`](super::merge), plugged in
 //! as a model, because the crate's own models can not express it exactly.
 
 use std::collections::HashMap;
@@ -14,11 +14,11 @@ use tokenizers::{
     TokenizerImpl,
 };
 
-use super::spm;
-use super::vocab::{TokenKind, Vocab};
+use super::merge;
+use super::vocab::{Merges, TokenKind, Vocab};
 use crate::error::{Error, Result};
 
-type Inner = TokenizerImpl<Scored, NormalizerWrapper, PreTokenizerWrapper, PostProcessorWrapper, DecoderWrapper>;
+type Inner = TokenizerImpl<Merging, NormalizerWrapper, PreTokenizerWrapper, PostProcessorWrapper, DecoderWrapper>;
 
 /// Text to ids, once with control tokens read from the text and once without.
 pub(super) struct Engine {
@@ -27,10 +27,10 @@ pub(super) struct Engine {
 }
 
 impl Engine {
-    /// For a SentencePiece-like vocabulary. `prefix` puts a space before each piece of text.
-    pub(super) fn scored(vocab: &Arc<Vocab>, unknown: Option<u32>, prefix: bool) -> Result<Self> {
+    /// For a vocabulary that merges by this rule; `unknown` stands for what has no token.
+    pub(super) fn new(vocab: &Arc<Vocab>, unknown: Option<u32>, rule: &Rule) -> Result<Self> {
         let build = |kinds: &[TokenKind]| {
-            let mut inner = Inner::new(Scored { vocab: vocab.clone(), unknown, prefix });
+            let mut inner = Inner::new(Merging { vocab: vocab.clone(), unknown, rule: rule.clone() });
             let added: Vec<AddedToken> = (0..vocab.len() as u32)
                 .filter(|&id| kinds.contains(&vocab.kind(id)) && !vocab.text(id).is_empty())
                 .map(|id| AddedToken::from(vocab.text(id), vocab.kind(id) != TokenKind::UserDefined).normalized(false))
@@ -61,26 +61,60 @@ fn failed(error: tokenizers::Error) -> Error {
     Error::Tokenizer(error.to_string())
 }
 
-/// The merge rule by score, as a model of the crate.
-struct Scored {
-    vocab: Arc<Vocab>,
-    unknown: Option<u32>,
-    prefix: bool,
+/// Which pairs merge, and when.
+#[derive(Clone, Debug)]
+pub(super) enum Rule {
+    /// By the score of the token that they make. `prefix` puts a space before each piece of text.
+    Scores {
+        /// Whether.
+        prefix: bool,
+    },
+    /// By their place in a list. Runs of newlines are apart from other text, and one that is a token is taken whole.
+    List(Arc<Merges>),
 }
 
-impl Model for Scored {
+/// A merge rule as a model of the crate.
+struct Merging {
+    vocab: Arc<Vocab>,
+    unknown: Option<u32>,
+    rule: Rule,
+}
+
+impl Merging {
+    /// The ids of a text without special tokens and without spaces.
+    fn ids(&self, text: &str, mut found: impl FnMut(u32)) {
+        let (vocab, unknown) = (&self.vocab, self.unknown);
+        let merges = match &self.rule {
+            Rule::Scores { .. } => return merge::tokenize(vocab, unknown, text, merge::by_score(vocab), found),
+            Rule::List(merges) => merges,
+        };
+        let mut rest = text;
+        while let Some(first) = rest.chars().next() {
+            let newlines = first == '\n';
+            let end = rest.find(|char| (char == '\n') != newlines).unwrap_or(rest.len());
+            let (piece, after) = rest.split_at(end);
+            rest = after;
+            match vocab.id(piece).filter(|_| newlines) {
+                Some(id) => found(id),
+                None => merge::tokenize(vocab, unknown, piece, merge::by_rank(merges), &mut found),
+            }
+        }
+    }
+}
+
+impl Model for Merging {
     type Trainer = TrainerWrapper;
 
     fn tokenize(&self, sequence: &str) -> tokenizers::Result<Vec<Token>> {
         let mut text = String::with_capacity(sequence.len() + 3);
-        if self.prefix {
-            text.push(spm::SPACE);
+        if let Rule::Scores { prefix: true } = self.rule {
+            text.push(merge::SPACE);
         }
-        text.extend(sequence.chars().map(|char| if char == ' ' { spm::SPACE } else { char }));
+        text.extend(sequence.chars().map(|char| if char == ' ' { merge::SPACE } else { char }));
         // The crate wants offsets into `sequence`; nobody here reads them, whole is always true.
         let whole = (0, sequence.len());
         let mut tokens = Vec::new();
-        spm::tokenize(&self.vocab, self.unknown, &text, |id, _, _| tokens.push(Token::new(id, String::new(), whole)));
+        self.ids(&text, |id| tokens.push(Token::new(id, String::new(), whole)));
         Ok(tokens)
     }
 

@@ -1,6 +1,7 @@
 //! Tokenizers, built from a model file's metadata.
 //!
-//! Supported: SentencePiece-like vocabularies (`tokenizer.ggml.model = "llama"`: Gemma 3).
+//! Supported: SentencePiece-like vocabularies (`tokenizer.ggml.model = "llama"`: Gemma 3) and byte-pair ones on plain
+//! text (`"gemma4"`).
 //!
 //! ```no_run
 //! use evergraph_runner::gguf::Gguf;
@@ -13,8 +14,9 @@
 //! ```
 
 mod engine;
-mod spm;
+mod merge;
 mod stream;
+mod texts;
 mod vocab;
 
 use std::sync::Arc;
@@ -24,8 +26,8 @@ pub use vocab::TokenKind;
 
 use crate::error::{Error, Result};
 use crate::gguf::Gguf;
-use engine::Engine;
-use vocab::Vocab;
+use engine::{Engine, Rule};
+use vocab::{Merges, Vocab};
 
 /// How to read a text.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -85,16 +87,26 @@ impl Tokenizer {
     /// are not there yet.
     pub fn from_gguf(file: &Gguf) -> Result<Self> {
         let key = "tokenizer.ggml.model";
-        match file.get_str(key)?.ok_or_else(|| Error::metadata(key, "a tokenizer", "no such key"))? {
-            "llama" => {}
+        let kind = file.get_str(key)?.ok_or_else(|| Error::metadata(key, "a tokenizer", "no such key"))?;
+        let flag = |name: &str, default: bool| {
+            Ok::<_, Error>(file.get_bool(&format!("tokenizer.ggml.{name}"))?.unwrap_or(default))
+        };
+        let mut add_bos = flag("add_bos_token", true)?;
+        let rule = match kind {
+            "llama" => Rule::Scores { prefix: flag("add_space_prefix", true)? },
+            "gemma4" => {
+                // The model does not work without, whatever the file says.
+                add_bos = true;
+                Rule::List(Arc::new(Merges::from_gguf(file)?))
+            }
             other => {
                 return Err(Error::Unsupported {
                     what: "this kind of tokenizer (tokenizer.ggml.model)",
                     found: other.to_owned(),
-                    advice: "a model with a tokenizer of kind llama, or --tokens with token ids".to_owned(),
+                    advice: "a model with a tokenizer of kind llama or gemma4, or --tokens with token ids".to_owned(),
                 });
             }
-        }
+        };
         let mut vocab = Vocab::from_gguf(file)?;
         let special = |name: &str| {
             let key = format!("tokenizer.ggml.{name}_token_id");
@@ -103,7 +115,9 @@ impl Tokenizer {
         };
         let (bos, eos, unknown) = (special("bos")?, special("eos")?, special("unknown")?);
         let mut ends: Vec<u32> = [eos, special("eot")?, special("eom")?].into_iter().flatten().collect();
-        for text in END_TEXTS {
+        // In Gemma 4's vocabulary `</s>` is text like any other.
+        let texts = END_TEXTS.iter().filter(|text| kind != "gemma4" || **text != "</s>");
+        for text in texts {
             if let Some(id) = vocab.id(text) {
                 ends.push(id);
                 vocab.set_kind(id, TokenKind::Control);
@@ -111,17 +125,13 @@ impl Tokenizer {
         }
         ends.sort_unstable();
         ends.dedup();
-        let flag = |name: &str, default: bool| {
-            Ok::<_, Error>(file.get_bool(&format!("tokenizer.ggml.{name}"))?.unwrap_or(default))
-        };
-        let prefix = flag("add_space_prefix", true)?;
         let vocab = Arc::new(vocab);
         Ok(Self {
-            engine: Engine::scored(&vocab, unknown, prefix)?,
+            engine: Engine::new(&vocab, unknown, &rule)?,
             vocab,
             bos,
             eos,
-            add_bos: flag("add_bos_token", true)?,
+            add_bos,
             add_eos: flag("add_eos_token", false)?,
             ends,
         })
@@ -155,6 +165,12 @@ impl Tokenizer {
     #[must_use]
     pub fn token(&self, id: u32) -> &str {
         self.vocab.text(id)
+    }
+
+    /// The id of the token with this text.
+    #[must_use]
+    pub fn id(&self, text: &str) -> Option<u32> {
+        self.vocab.id(text)
     }
 
     /// What kind of token an id is.
@@ -198,7 +214,7 @@ impl Tokenizer {
                 Some(byte) => vec![byte],
                 None => text.as_bytes().to_vec(),
             },
-            TokenKind::Normal | TokenKind::Unused => text.replace(spm::SPACE, " ").into_bytes(),
+            TokenKind::Normal | TokenKind::Unused => text.replace(merge::SPACE, " ").into_bytes(),
         })
     }
 

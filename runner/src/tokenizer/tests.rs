@@ -15,6 +15,10 @@ fn tiny() -> Tokenizer {
     Tokenizer::from_gguf(&Gguf::open(&data("gemma3.gguf")).unwrap()).unwrap()
 }
 
+fn tiny_pairs() -> Tokenizer {
+    Tokenizer::from_gguf(&Gguf::open(&data("gemma4-moe.gguf")).unwrap()).unwrap()
+}
+
 /// Checks every text of one vocabulary of the reference file; returns how many there were.
 fn check_all(tokenizer: &Tokenizer, vocab: &str) -> usize {
     let reference: serde_json::Value =
@@ -38,6 +42,23 @@ fn check_all(tokenizer: &Tokenizer, vocab: &str) -> usize {
 #[test]
 fn the_tiny_vocabulary_gives_llama_cpps_ids() {
     assert_eq!(check_all(&tiny(), "gemma3 (tiny)"), 55);
+}
+
+#[test]
+fn the_tiny_vocabulary_of_pairs_gives_llama_cpps_ids() {
+    assert_eq!(check_all(&tiny_pairs(), "gemma4-moe (tiny)"), 55);
+}
+
+#[test]
+fn the_real_vocabulary_of_pairs_gives_llama_cpps_ids() {
+    let Some(path) = crate::models::find_file("ggml-vocab-gemma-4.gguf") else {
+        eprintln!("skipped: no vocabulary of Gemma 4 (ggml-vocab-gemma-4.gguf, among llama.cpp's models)");
+        return;
+    };
+    let tokenizer = Tokenizer::from_gguf(&Gguf::open(&path).unwrap()).unwrap();
+    assert_eq!(check_all(&tokenizer, "gemma-4"), 55);
+    assert!(tokenizer.is_end(tokenizer.id("<turn|>").unwrap()));
+    assert!(tokenizer.is_end(tokenizer.id("<eos>").unwrap()));
 }
 
 #[test]
@@ -72,6 +93,25 @@ fn made(tokens: &[(&str, f32, i32)]) -> Tokenizer {
     Tokenizer::from_gguf(&Gguf::parse(Bytes::copy_of(&writer.to_bytes().unwrap())).unwrap()).unwrap()
 }
 
+/// A byte-pair vocabulary of all bytes, these tokens and these merges.
+fn paired(tokens: &[&str], merges: &[&str]) -> Result<Tokenizer> {
+    let mut all: Vec<String> = ["<unk>", "<bos>", "<eos>"].map(str::to_owned).to_vec();
+    all.extend((0..=255).map(|byte| format!("<0x{byte:02X}>")));
+    all.extend(tokens.iter().map(|&text| text.to_owned()));
+    let kinds = (0..all.len()).map(|id| if id < 3 { 3 } else { 1 + 5 * i32::from(id < 259) }).collect::<Vec<_>>();
+    let mut writer = Writer::new();
+    writer
+        .put("tokenizer.ggml.model", "gemma4")
+        .put("tokenizer.ggml.tokens", all)
+        .put("tokenizer.ggml.token_type", kinds)
+        .put("tokenizer.ggml.merges", merges.iter().map(|&merge| merge.to_owned()).collect::<Vec<_>>())
+        .put("tokenizer.ggml.bos_token_id", 1u32)
+        .put("tokenizer.ggml.eos_token_id", 2u32)
+        .put("tokenizer.ggml.unknown_token_id", 0u32)
+        .put("tokenizer.ggml.add_bos_token", false);
+    Tokenizer::from_gguf(&Gguf::parse(Bytes::copy_of(&writer.to_bytes().unwrap())).unwrap())
+}
+
 fn pieces(tokenizer: &Tokenizer, text: &str, parse_special: bool) -> Vec<String> {
     let ids = tokenizer.encode(text, Encode { add_special: false, parse_special }).unwrap();
     ids.iter().map(|&id| tokenizer.token(id).to_owned()).collect()
@@ -84,6 +124,38 @@ fn equal_scores_merge_from_the_left() {
     assert_eq!(pieces(&tokenizer, "aaaaa", true), ["aaa", "aa"]);
     assert_eq!(pieces(&tokenizer, "aab", true), ["aa", "b"]);
     assert_eq!(pieces(&tokenizer, "bab", true), ["b", "ab"]);
+}
+
+#[test]
+fn pairs_merge_in_the_order_of_the_list_and_only_if_they_stand_in_it() {
+    let tokenizer = paired(&["a", "b", "c", "ab", "bc", "abc", "\u{2581}a"], &["b c", "a b", "a bc"]).unwrap();
+    assert_eq!(pieces(&tokenizer, "abc", true), ["abc"]);
+    assert_eq!(pieces(&tokenizer, "abab", true), ["ab", "ab"]);
+    // A token that no pair of the list makes is not reached.
+    assert_eq!(pieces(&tokenizer, " a", true), ["<0xE2>", "<0x96>", "<0x81>", "a"]);
+    let other = paired(&["a", "b", "c", "ab", "bc", "abc"], &["a b", "b c", "a bc"]).unwrap();
+    assert_eq!(pieces(&other, "abc", true), ["ab", "c"]);
+    // A merge may make a text that is no token, on the way to one.
+    let way = paired(&["x", "y", "z", "xyz"], &["x y", "xy z"]).unwrap();
+    assert_eq!(pieces(&way, "xyz", true), ["xyz"]);
+    assert_eq!(pieces(&way, "xy", true), ["<0x78>", "<0x79>"]);
+}
+
+#[test]
+fn runs_of_newlines_are_apart_from_text_and_taken_whole() {
+    let tokenizer = paired(&["a", "\n", "\n\n", "a\n", "\na"], &["a \n", "\n a"]).unwrap();
+    assert_eq!(pieces(&tokenizer, "a\na", true), ["a", "\n", "a"]);
+    assert_eq!(pieces(&tokenizer, "\n\n", true), ["\n\n"]);
+    assert_eq!(pieces(&tokenizer, "\n\n\n", true), ["\n", "\n", "\n"]);
+    assert_eq!(tokenizer.encode("a", Encode::default()).unwrap()[0], 1, "the begin token, whatever the file says");
+}
+
+#[test]
+fn merges_without_a_space_between_two_texts_are_refused() {
+    for bad in ["ab", "", " ", "a"] {
+        assert!(matches!(paired(&["a", "b"], &["a b", bad]), Err(Error::Metadata { .. })), "{bad:?}");
+    }
+    assert!(paired(&["a"], &[]).is_ok());
 }
 
 #[test]

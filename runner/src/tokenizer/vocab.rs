@@ -1,10 +1,8 @@
-//! The vocabulary: token texts in the mapped file, an index over them, scores and kinds.
+//! The vocabulary: token texts, their scores and kinds, and the list of merges.
 
-use std::hash::{BuildHasher, RandomState};
-use std::sync::Arc;
-
+use super::texts::Texts;
 use crate::error::{Error, Result};
-use crate::gguf::{Bytes, Gguf, Value};
+use crate::gguf::{Gguf, Value};
 
 /// What a token is for (`tokenizer.ggml.token_type`).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -23,23 +21,12 @@ pub enum TokenKind {
     Byte,
 }
 
-/// Token texts by id, ids by text.
-///
-/// The texts stay in the file's bytes; what is kept in memory is 4 bytes a token for its place, 4 to 8 for
-/// the index, 4 for the score and 1 for the kind. (A quarter million tokens as `String`s, in two maps, would
-/// be more than everything else that loading takes.)
+/// Token texts by id, ids by text, with scores and kinds.
+#[derive(Debug)]
 pub(super) struct Vocab {
-    file: Arc<Bytes>,
-    /// Where the array of tokens starts in the file.
-    base: usize,
-    /// Where each text starts after that; its length stands in the eight bytes before.
-    starts: Vec<u32>,
-    /// Open addressing, id + 1 in each slot, a power of two of them.
-    slots: Vec<u32>,
-    hasher: RandomState,
+    texts: Texts,
     scores: Vec<f32>,
     kinds: Vec<TokenKind>,
-    longest_bytes: usize,
     /// The ids of `<0x00>` … `<0xFF>`.
     byte_ids: Vec<Option<u32>>,
 }
@@ -52,68 +39,24 @@ impl Vocab {
             .filter(|tokens| !tokens.is_empty())
             .ok_or_else(|| Error::metadata(key, "the list of tokens", "nothing"))?;
         let count = tokens.len();
-        if count > (1 << 24) || tokens.bytes().len() > u32::MAX as usize {
-            return Err(Error::metadata(key, "at most 2^24 tokens in 4 GiB", count));
-        }
-        let all: &[u8] = (**file.bytes()).as_ref();
-        // Both slices come from the same file, so the difference is the array's place in it.
-        let base = (tokens.bytes().as_ptr() as usize).wrapping_sub(all.as_ptr() as usize);
-        let starts: Vec<u32> = tokens.spans().map(|(at, _)| at as u32).collect();
-        let longest_bytes = tokens.spans().map(|(_, text)| text.len()).max().unwrap_or(0);
-
-        let mut vocab = Self {
-            file: file.bytes().clone(),
-            base,
-            starts,
-            slots: vec![0; (count * 2).next_power_of_two()],
-            hasher: RandomState::new(),
-            scores: scores(file, count)?,
-            kinds: kinds(file, count)?,
-            longest_bytes,
-            byte_ids: Vec::new(),
-        };
-        for id in 0..count as u32 {
-            let slot = vocab.slot(vocab.text(id));
-            if vocab.slots[slot] == 0 {
-                vocab.slots[slot] = id + 1; // of equal texts the first counts
-            }
-        }
-        vocab.byte_ids = (0..=255u8).map(|byte| vocab.id(&format!("<0x{byte:02X}>"))).collect();
-        Ok(vocab)
-    }
-
-    /// The slot that holds a text, or the empty one where it would go.
-    fn slot(&self, text: &str) -> usize {
-        let mask = self.slots.len() - 1;
-        let mut slot = self.hasher.hash_one(text) as usize & mask;
-        // At most half of the slots are taken, so an empty one comes.
-        while self.slots[slot] != 0 && self.text(self.slots[slot] - 1) != text {
-            slot = (slot + 1) & mask;
-        }
-        slot
+        let texts =
+            Texts::new(file, &tokens).ok_or_else(|| Error::metadata(key, "at most 2^24 tokens in 4 GiB", count))?;
+        let byte_ids = (0..=255u8).map(|byte| texts.find(&format!("<0x{byte:02X}>"))).collect();
+        Ok(Self { texts, scores: scores(file, count)?, kinds: kinds(file, count)?, byte_ids })
     }
 
     pub(super) fn len(&self) -> usize {
-        self.starts.len()
+        self.texts.len()
     }
 
     /// The id of a text.
     pub(super) fn id(&self, text: &str) -> Option<u32> {
-        if text.len() > self.longest_bytes {
-            return None;
-        }
-        self.slots[self.slot(text)].checked_sub(1)
+        self.texts.find(text)
     }
 
     /// The text of an id; empty past the end.
     pub(super) fn text(&self, id: u32) -> &str {
-        let bytes: &[u8] = (*self.file).as_ref();
-        let text = self.starts.get(id as usize).and_then(|&start| {
-            let start = self.base + start as usize;
-            let length = u64::from_le_bytes(bytes.get(start - 8..)?.first_chunk().copied()?);
-            std::str::from_utf8(bytes.get(start..start + length as usize)?).ok()
-        });
-        text.unwrap_or_default()
+        self.texts.text(id)
     }
 
     pub(super) fn score(&self, id: u32) -> f32 {
@@ -133,15 +76,30 @@ impl Vocab {
     pub(super) fn byte_id(&self, byte: u8) -> Option<u32> {
         self.byte_ids.get(usize::from(byte)).copied().flatten()
     }
-
-    pub(super) fn longest_bytes(&self) -> usize {
-        self.longest_bytes
-    }
 }
 
-impl std::fmt::Debug for Vocab {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Vocab").field("tokens", &self.len()).finish_non_exhaustive()
+/// The merge list of a byte-pair vocabulary: pairs of texts, the first to be merged first.
+#[derive(Debug)]
+pub(super) struct Merges(Texts);
+
+impl Merges {
+    pub(super) fn from_gguf(file: &Gguf) -> Result<Self> {
+        let key = "tokenizer.ggml.merges";
+        let expected = "the list of merges, two texts with a space between them each";
+        let Some(list) = file.get_strings(key)? else { return Err(Error::metadata(key, expected, "no such key")) };
+        // A text may begin with a space, so the one between is looked for after that.
+        let whole = |merge: &str| merge.bytes().skip(1).any(|byte| byte == b' ');
+        if let Some((_, bad)) = list.spans().find(|(_, merge)| !whole(merge)) {
+            return Err(Error::metadata(key, expected, format!("{bad:?}")));
+        }
+        Texts::new(file, &list)
+            .map(Self)
+            .ok_or_else(|| Error::metadata(key, "at most 2^24 merges in 4 GiB", list.len()))
+    }
+
+    /// The rank of a merge, written with a space between its parts: the lower, the sooner.
+    pub(super) fn rank(&self, merge: &str) -> Option<u32> {
+        self.0.find(merge)
     }
 }
 

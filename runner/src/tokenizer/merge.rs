@@ -1,14 +1,15 @@
-//! The merge rule of SentencePiece-like vocabularies (`tokenizer.ggml.model = "llama"`).
+//! Merging of characters to tokens: the adjacent pair with the highest score first, the leftmost among equals, until
+//! there is none that merges.
 //!
-//! Merge the adjacent pair whose concatenation is the token with the highest score, leftmost first among
-//! equals, until there is none. The merge lists of byte-pair encoding can not say this exactly: there each
-//! *pair* has a rank of its own, so that two ways to the same token, or two tokens of one score, are tried
-//! in list order instead of from the left; and a Gemma vocabulary has half a million pairs to list.
+//! In SentencePiece-like vocabularies (`tokenizer.ggml.model = "llama"`) a pair has the score of the token that it makes.
+//! The merge lists of byte-pair encoding can not say this exactly: there each *pair* has a rank of its own, so that two
+//! ways to the same token, or two tokens of one score, are tried in list order instead of from the left. With such a
+//! list (`"gemma4"`), a pair scores the higher the sooner it stands in the list.
 
 use std::cmp::Ordering;
 use std::collections::BinaryHeap;
 
-use super::vocab::Vocab;
+use super::vocab::{Merges, Vocab};
 
 /// What SentencePiece writes for a space.
 pub(super) const SPACE: char = '\u{2581}';
@@ -54,8 +55,31 @@ impl PartialEq for Candidate {
 
 impl Eq for Candidate {}
 
-/// Tokenises text that holds no special tokens. `found` gets each id with its range in `text`.
-pub(super) fn tokenize(vocab: &Vocab, unknown: Option<u32>, text: &str, mut found: impl FnMut(u32, usize, usize)) {
+/// The score of a pair, given as one text and the length of its first half, under the rule of vocabularies with scores.
+pub(super) fn by_score(vocab: &Vocab) -> impl FnMut(&str, usize) -> Option<f32> {
+    |both, _| Some(vocab.score(vocab.id(both)?))
+}
+
+/// The same under the rule of vocabularies with a merge list.
+pub(super) fn by_rank(merges: &Merges) -> impl FnMut(&str, usize) -> Option<f32> {
+    let mut merge = String::new();
+    move |both, half| {
+        merge.clear();
+        merge.extend([&both[..half], " ", &both[half..]]);
+        // There are at most 2^24 merges, so that a float holds each rank exactly.
+        merges.rank(&merge).map(|rank| -(rank as f32))
+    }
+}
+
+/// Tokenises text that holds no special tokens. `score` tells which pairs merge, `found` gets each id. What makes no
+/// token becomes byte tokens.
+pub(super) fn tokenize(
+    vocab: &Vocab,
+    unknown: Option<u32>,
+    text: &str,
+    mut score: impl FnMut(&str, usize) -> Option<f32>,
+    mut found: impl FnMut(u32),
+) {
     let mut symbols = Vec::with_capacity(text.len());
     for (start, char) in text.char_indices() {
         let index = symbols.len();
@@ -66,14 +90,11 @@ pub(super) fn tokenize(vocab: &Vocab, unknown: Option<u32>, text: &str, mut foun
         last.next = NONE;
     }
 
-    let candidate = |symbols: &[Symbol], left: usize, right: usize| {
+    let mut candidate = |symbols: &[Symbol], left: usize, right: usize| {
         let (a, b) = (symbols.get(left)?, symbols.get(right)?);
         let bytes = a.bytes + b.bytes;
-        if bytes > vocab.longest_bytes() {
-            return None;
-        }
-        let id = vocab.id(&text[a.start..a.start + bytes])?;
-        Some(Candidate { score: vocab.score(id), left, right, bytes })
+        let score = score(&text[a.start..a.start + bytes], a.bytes)?;
+        Some(Candidate { score, left, right, bytes })
     };
     let mut heap: BinaryHeap<Candidate> =
         (1..symbols.len()).filter_map(|right| candidate(&symbols, right - 1, right)).collect();
@@ -98,16 +119,10 @@ pub(super) fn tokenize(vocab: &Vocab, unknown: Option<u32>, text: &str, mut foun
     }
 
     for symbol in symbols.iter().filter(|symbol| symbol.bytes > 0) {
-        let end = symbol.start + symbol.bytes;
-        let piece = &text[symbol.start..end];
-        if let Some(id) = vocab.id(piece) {
-            found(id, symbol.start, end);
-            continue;
-        }
-        for (index, byte) in piece.bytes().enumerate() {
-            if let Some(id) = vocab.byte_id(byte).or(unknown) {
-                found(id, symbol.start + index, symbol.start + index + 1);
-            }
+        let piece = &text[symbol.start..symbol.start + symbol.bytes];
+        match vocab.id(piece) {
+            Some(id) => found(id),
+            None => piece.bytes().filter_map(|byte| vocab.byte_id(byte).or(unknown)).for_each(&mut found),
         }
     }
 }
