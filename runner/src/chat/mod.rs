@@ -1,11 +1,15 @@
-//! Chat templates: the Jinja text of the model file, run by minijinja, or Gemma's format where there is none.
+//! Chat templates: the Jinja text of the model file, run by minijinja, or Gemma's format where there is none. Replies,
+//! with thoughts kept apart.
 
+mod reply;
 mod time;
 
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Serde, Value};
 use minijinja::{Environment, ErrorKind, context};
 use serde::{Deserialize, Serialize};
+
+pub use reply::{Part, Reply};
 
 use crate::error::{Error, Result};
 use crate::gguf::Gguf;
@@ -18,12 +22,15 @@ pub struct Message {
     pub role: String,
     /// What was said.
     pub content: String,
+    /// What was thought before. Templates leave it out of most turns.
+    #[serde(rename = "reasoning_content", default, skip_serializing_if = "Option::is_none")]
+    pub thought: Option<String>,
 }
 
 impl Message {
     /// A turn of `role`.
     pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
-        Self { role: role.into(), content: content.into() }
+        Self { role: role.into(), content: content.into(), thought: None }
     }
 }
 
@@ -47,6 +54,52 @@ const GEMMA3: &str = r"{{ bos_token }}
 {%- endif -%}
 ";
 
+/// Gemma 4's format: turns of any role, the assistant is called `model`. Thoughts of earlier turns are left out; a
+/// model that is not to think gets an empty thought to start from.
+const GEMMA4: &str = r"{{ bos_token }}
+{%- set ns = namespace(first=0) -%}
+{%- if enable_thinking or (messages and messages[0].role == 'system') -%}
+    {{- '<|turn>system\n' -}}
+    {%- if enable_thinking -%}
+        {{- '<|think|>' -}}
+    {%- endif -%}
+    {%- if messages and messages[0].role == 'system' -%}
+        {{- messages[0].content | trim -}}
+        {%- set ns.first = 1 -%}
+    {%- endif -%}
+    {{- '<turn|>\n' -}}
+{%- endif -%}
+{%- for message in messages[ns.first:] -%}
+    {{- '<|turn>' ~ ('model' if message.role == 'assistant' else message.role) ~ '\n' -}}
+    {%- if message.role == 'assistant' -%}
+        {%- for part in message.content.split('<channel|>') -%}
+            {{- (part.split('<|channel>')[0]) | trim -}}
+        {%- endfor -%}
+    {%- else -%}
+        {{- message.content | trim -}}
+    {%- endif -%}
+    {{- '<turn|>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|turn>model\n' -}}
+    {%- if not enable_thinking -%}
+        {{- '<|channel>thought\n<channel|>' -}}
+    {%- endif -%}
+{%- endif -%}
+";
+
+/// The formats that are built in, by name.
+const BUILT_IN: &[(&str, &str)] = &[("gemma", GEMMA3), ("gemma3", GEMMA3), ("gemma4", GEMMA4)];
+
+/// What a rendered conversation is for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Render {
+    /// Open the model's turn.
+    pub generate: bool,
+    /// Let the model think before it speaks, if its template knows of that.
+    pub think: bool,
+}
+
 /// Steps that a template may take: far more than any real one needs, and a hostile one ends.
 const FUEL: u64 = 2_000_000;
 
@@ -60,7 +113,7 @@ pub struct ChatTemplate {
 }
 
 impl ChatTemplate {
-    /// The template of a model file (`tokenizer.chat_template`), or Gemma 3's.
+    /// The template of a model file (`tokenizer.chat_template`), or the one of its architecture.
     ///
     /// # Errors
     /// [`Error::Template`] if it can not be parsed, [`Error::Unsupported`] for a file without one whose format
@@ -70,23 +123,28 @@ impl ChatTemplate {
         let (bos, eos) = (text(tokenizer.bos()), text(tokenizer.eos()));
         match file.get_str("tokenizer.chat_template")? {
             Some(source) => Self::new(source, bos, eos, false),
-            None if file.architecture()?.starts_with("gemma") => Self::new(GEMMA3, bos, eos, true),
-            None => Err(Error::Unsupported {
-                what: "chatting with a model whose file has no template",
-                found: file.architecture()?.to_owned(),
-                advice: "--chat-template-file".to_owned(),
-            }),
+            None => match built_in(file.architecture()?) {
+                Some(source) => Self::new(source, bos, eos, true),
+                None => Err(Error::Unsupported {
+                    what: "chatting with a model whose file has no template",
+                    found: file.architecture()?.to_owned(),
+                    advice: "--chat-template with a template".to_owned(),
+                }),
+            },
         }
     }
 
-    /// A template given by its text.
+    /// A template given by its text, or by the name of a built-in one (`gemma`, `gemma4`).
     ///
     /// # Errors
     /// [`Error::Template`] if it can not be parsed.
     pub fn from_source(source: &str, tokenizer: &Tokenizer) -> Result<Self> {
         let text = |id: Option<u32>| id.map_or("", |id| tokenizer.token(id)).to_owned();
-        let source = if source == "gemma" { GEMMA3 } else { source };
-        Self::new(source, text(tokenizer.bos()), text(tokenizer.eos()), source == GEMMA3)
+        let (bos, eos) = (text(tokenizer.bos()), text(tokenizer.eos()));
+        match built_in(source) {
+            Some(source) => Self::new(source, bos, eos, true),
+            None => Self::new(source, bos, eos, false),
+        }
     }
 
     fn new(source: &str, bos: String, eos: String, built_in: bool) -> Result<Self> {
@@ -110,22 +168,28 @@ impl ChatTemplate {
         self.built_in
     }
 
-    /// The text of a conversation, with the opening of the model's turn if `generate` is set. It holds control
-    /// tokens and the begin token: tokenise it with `parse_special` and without adding special tokens.
+    /// The text of a conversation. It holds control tokens and the begin token: tokenise it with `parse_special` and
+    /// without adding special tokens.
     ///
     /// # Errors
     /// [`Error::Template`] if the template fails or refuses the conversation.
-    pub fn render(&self, messages: &[Message], generate: bool) -> Result<String> {
+    pub fn render(&self, messages: &[Message], how: Render) -> Result<String> {
         let template = self.environment.get_template("chat").map_err(|error| failed(&error))?;
         template
             .render(context! {
                 messages => Value::from(Serde(messages)),
-                add_generation_prompt => generate,
+                add_generation_prompt => how.generate,
+                enable_thinking => how.think,
                 bos_token => &*self.bos,
                 eos_token => &*self.eos,
             })
             .map_err(|error| failed(&error))
     }
+}
+
+/// The built-in format of this name.
+fn built_in(name: &str) -> Option<&'static str> {
+    BUILT_IN.iter().find(|(known, _)| *known == name).map(|(_, source)| *source)
 }
 
 fn failed(error: &minijinja::Error) -> Error {

@@ -2,12 +2,15 @@
 
 use super::*;
 
+/// The model is to go on, without thinking.
+const OPEN: Render = Render { generate: true, think: false };
+
 fn template(source: &str) -> Result<ChatTemplate> {
     ChatTemplate::new(source, "<bos>".to_owned(), "<eos>".to_owned(), false)
 }
 
 fn render(source: &str) -> Result<String> {
-    template(source)?.render(&[Message::new("user", "Hi <there> & \"you\"")], true)
+    template(source)?.render(&[Message::new("user", "Hi <there> & \"you\"")], OPEN)
 }
 
 #[test]
@@ -20,11 +23,109 @@ fn gemmas_own_format() {
         Message::new("user", "Two?"),
     ];
     assert_eq!(
-        gemma.render(&turns, true).unwrap(),
+        gemma.render(&turns, OPEN).unwrap(),
         "<bos><start_of_turn>user\nBe brief.\n\nOne?<end_of_turn>\n<start_of_turn>model\n1<end_of_turn>\n\
          <start_of_turn>user\nTwo?<end_of_turn>\n<start_of_turn>model\n"
     );
-    assert_eq!(gemma.render(&turns[1..2], false).unwrap(), "<bos><start_of_turn>user\nOne?<end_of_turn>\n");
+    assert_eq!(gemma.render(&turns[1..2], Render::default()).unwrap(), "<bos><start_of_turn>user\nOne?<end_of_turn>\n");
+}
+
+#[test]
+fn gemma_4s_format_keeps_thoughts_out_of_earlier_turns() {
+    let gemma = template(GEMMA4).unwrap();
+    let turns = [
+        Message::new("system", " Be brief. "),
+        Message::new("user", "  One?\n"),
+        Message::new("assistant", "<|channel>thought\nhm<channel|> 1 "),
+        Message::new("user", "Two?"),
+    ];
+    let asked = "<|turn>user\nOne?<turn|>\n";
+    let rest = "<|turn>model\n1<turn|>\n<|turn>user\nTwo?<turn|>\n<|turn>model\n";
+    assert_eq!(
+        gemma.render(&turns, OPEN).unwrap(),
+        format!("<bos><|turn>system\nBe brief.<turn|>\n{asked}{rest}<|channel>thought\n<channel|>")
+    );
+    assert_eq!(
+        gemma.render(&turns, Render { think: true, ..OPEN }).unwrap(),
+        format!("<bos><|turn>system\n<|think|>Be brief.<turn|>\n{asked}{rest}")
+    );
+    assert_eq!(gemma.render(&turns[1..2], Render::default()).unwrap(), format!("<bos>{asked}"));
+    let thinking = gemma.render(&turns[1..2], Render { generate: false, think: true }).unwrap();
+    assert_eq!(thinking, format!("<bos><|turn>system\n<|think|><turn|>\n{asked}"));
+}
+
+#[test]
+fn the_real_template_of_gemma_4_is_the_built_in_one() {
+    let Some(path) = crate::models::find_file("ggml-vocab-gemma-4.gguf") else {
+        eprintln!("skipped: no vocabulary of Gemma 4 (ggml-vocab-gemma-4.gguf, among llama.cpp's models)");
+        return;
+    };
+    let file = Gguf::open(&path).unwrap();
+    let tokenizer = Tokenizer::from_gguf(&file).unwrap();
+    let real = ChatTemplate::from_gguf(&file, &tokenizer).unwrap();
+    assert!(!real.is_built_in());
+    let ours = ChatTemplate::from_source("gemma4", &tokenizer).unwrap();
+    let turns = [
+        Message::new("system", " Be brief. "),
+        Message::new("user", "  One?\n"),
+        Message::new("assistant", "<|channel>thought\nhm<channel|> 1 "),
+        Message::new("user", "Two?"),
+    ];
+    for turns in [&turns[..], &turns[1..], &turns[1..2]] {
+        for think in [false, true] {
+            let how = Render { generate: true, think };
+            assert_eq!(real.render(turns, how).unwrap(), ours.render(turns, how).unwrap(), "{think}");
+        }
+    }
+}
+
+/// A vocabulary of the marks of thoughts, and letters.
+fn marked(open: &str, close: &str, kind: i32) -> Tokenizer {
+    let tokens = ["<unk>", open, close, "thought", "\n", "a", "b", "<0xC3>", "<0xA9>"].map(str::to_owned);
+    let kinds = [2, kind, kind, 1, 1, 1, 1, 6, 6];
+    let mut writer = crate::gguf::Writer::new();
+    writer
+        .put("tokenizer.ggml.model", "llama")
+        .put("tokenizer.ggml.tokens", tokens.to_vec())
+        .put("tokenizer.ggml.scores", vec![0.0f32; kinds.len()])
+        .put("tokenizer.ggml.token_type", kinds.to_vec());
+    Tokenizer::from_gguf(&Gguf::parse(crate::gguf::Bytes::copy_of(&writer.to_bytes().unwrap())).unwrap()).unwrap()
+}
+
+/// What a reply of these tokens comes to: (thoughts, text).
+fn apart(tokenizer: &Tokenizer, prompt: &[u32], ids: &[u32]) -> (String, String) {
+    let mut reply = Reply::new(tokenizer, prompt);
+    let mut parts: Vec<Part> = ids.iter().flat_map(|&id| reply.push(id).unwrap()).collect();
+    parts.extend(reply.finish());
+    let (mut thought, mut text) = (String::new(), String::new());
+    for part in parts {
+        match part {
+            Part::Thought(part) => thought.push_str(&part),
+            Part::Text(part) => text.push_str(&part),
+        }
+    }
+    (thought, text)
+}
+
+#[test]
+fn thoughts_are_kept_apart_from_text() {
+    let pair = |thought: &str, text: &str| (thought.to_owned(), text.to_owned());
+    for kind in [3, 4] {
+        let gemma = marked("<|channel>", "<channel|>", kind);
+        // The channel's name is neither.
+        assert_eq!(apart(&gemma, &[], &[1, 3, 4, 5, 4, 2, 6]), pair("a\n", "b"));
+        assert_eq!(apart(&gemma, &[], &[5, 1, 3, 4, 2, 6, 1, 3, 4, 6, 2, 5]), pair("b", "aba"));
+        assert_eq!(apart(&gemma, &[], &[1, 3, 4, 5]), pair("a", ""), "cut off while thinking");
+        assert_eq!(apart(&gemma, &[], &[1, 3, 2, 5]), pair("", "a"));
+        assert_eq!(apart(&gemma, &[1, 3, 4, 2], &[5]), pair("", "a"), "an empty thought in the prompt");
+        // A character cut by a mark is told as cut, on its own side.
+        assert_eq!(apart(&gemma, &[], &[7, 8, 7, 1, 3, 4, 7, 8, 2]), pair("é", "é\u{fffd}"));
+        let other = marked("<think>", "</think>", kind);
+        assert_eq!(apart(&other, &[5, 1], &[3, 4, 2, 6]), pair("thought\n", "b"), "opened by the prompt");
+        assert_eq!(apart(&other, &[1, 2], &[3, 4]), pair("", "thought\n"));
+    }
+    let plain = marked("x", "y", 1);
+    assert_eq!(apart(&plain, &[], &[1, 5, 2]), pair("", "xay"));
 }
 
 #[test]

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::flags::{DeviceFlags, EngineFlags, ModelFlags, SamplingFlags, TokenList};
 use super::output::{Output, progress, say};
 use super::size::format_size;
-use crate::chat::{ChatTemplate, Message};
+use crate::chat::{ChatTemplate, Message, Part, Render, Reply};
 use crate::engine::{Runtime, Session};
 use crate::error::{Error, Result};
 use crate::gguf::Gguf;
@@ -41,7 +41,10 @@ pub(super) struct Flags {
     /// The system message of a chat
     #[arg(long, value_name = "TEXT", requires = "chat")]
     system_prompt: Option<String>,
-    /// A chat template (Jinja), or `gemma`, instead of the file's
+    /// Let the model think before it answers
+    #[arg(long, requires = "chat")]
+    think: bool,
+    /// A chat template (Jinja), or `gemma` or `gemma4`, instead of the file's
     #[arg(long, value_name = "TEMPLATE", requires = "chat")]
     chat_template: Option<String>,
     #[command(flatten)]
@@ -56,9 +59,14 @@ pub(super) struct Flags {
 }
 
 /// What a generation gave.
+#[derive(Default)]
 struct Generated {
     ids: Vec<u32>,
     text: String,
+    /// What the model thought, in a chat.
+    thought: String,
+    /// Of that, what was told already, bytes.
+    told: usize,
     prompt_ms: f64,
     decode_ms: f64,
     /// Steps of one token.
@@ -107,6 +115,7 @@ pub(super) fn run(flags: &Flags, out: &mut Output) -> Result<()> {
             "prompt_tokens": prompt,
             "tokens": generated.ids,
             "text": generated.text,
+            "thought": generated.thought,
             "seed": sampling.seed,
             "timings": timings,
             "pool": pool_json(&runtime),
@@ -146,7 +155,8 @@ fn prompt_ids(flags: &Flags, file: &Gguf, tokenizer: Option<&Tokenizer>) -> Resu
         let system = flags.system_prompt.iter().map(|text| Message::new("system", text));
         let messages: Vec<Message> = system.chain([Message::new("user", text)]).collect();
         let how = Encode { add_special: false, parse_special: true };
-        tokenizer.encode(&template.render(&messages, true)?, how)?
+        let render = Render { generate: true, think: flags.think };
+        tokenizer.encode(&template.render(&messages, render)?, how)?
     } else {
         tokenizer.encode(&text, Encode::default())?
     };
@@ -171,8 +181,9 @@ fn generate(
     })?;
     bar.finish_and_clear();
     let wanted = usize::try_from(flags.predict).unwrap_or(usize::MAX);
-    let mut result = Generated { ids: Vec::new(), text: String::new(), prompt_ms: 0.0, decode_ms: 0.0, steps: 0 };
+    let mut result = Generated::default();
     let mut stream = TextStream::new();
+    let mut reply = tokenizer.filter(|_| flags.chat).map(|tokenizer| Reply::new(tokenizer, prompt));
     let mut next = if wanted > 0 { Some(session.pick()?) } else { None };
     result.prompt_ms = ms(start);
 
@@ -183,12 +194,12 @@ fn generate(
             break;
         }
         result.ids.push(id);
-        let piece = match tokenizer {
-            Some(tokenizer) => stream.push(&tokenizer.piece(id, false)?),
-            None => format!("{id} "),
+        let parts = match (&mut reply, tokenizer) {
+            (Some(reply), _) => reply.push(id)?,
+            (None, Some(tokenizer)) => vec![Part::Text(stream.push(&tokenizer.piece(id, false)?))],
+            (None, None) => vec![Part::Text(format!("{id} "))],
         };
-        out.text(&piece)?;
-        result.text.push_str(&piece);
+        result.take(parts, out)?;
         let full = session.len() >= session.context();
         if full && result.ids.len() < wanted {
             say("the context is full");
@@ -201,11 +212,36 @@ fn generate(
         };
     }
     result.decode_ms = ms(start);
-    let rest = stream.finish();
-    out.text(&rest)?;
+    let rest = reply.map_or_else(|| vec![Part::Text(stream.finish())], Reply::finish);
+    result.take(rest, out)?;
+    result.tell_thought();
     out.line("")?;
-    result.text.push_str(&rest);
     Ok(result)
+}
+
+impl Generated {
+    /// Writes text as it comes; a thought is told aside, once it is whole.
+    fn take(&mut self, parts: Vec<Part>, out: &mut Output) -> Result<()> {
+        for part in parts {
+            match part {
+                Part::Thought(thought) => self.thought.push_str(&thought),
+                Part::Text(text) => {
+                    self.tell_thought();
+                    out.text(&text)?;
+                    self.text.push_str(&text);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn tell_thought(&mut self) {
+        let thought = self.thought.get(self.told..).unwrap_or_default().trim();
+        if !thought.is_empty() {
+            say(format!("thought: {thought}"));
+        }
+        self.told = self.thought.len();
+    }
 }
 
 fn ms(start: Instant) -> f64 {
