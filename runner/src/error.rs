@@ -45,6 +45,9 @@ pub enum Error {
         /// What is there.
         found: String,
     },
+    /// An allocation trace that can not be replayed.
+    #[error("{0}")]
+    Trace(Box<BadTrace>),
     /// A metadata key is missing or holds something else than the model needs.
     #[error("metadata key {key}: expected {expected}, found {found}; try: another file, or convert the model again")]
     Metadata {
@@ -211,5 +214,26 @@ impl fmt::Display for BadFile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { check, at_bytes, what, found } = self;
         write!(f, "{what} at byte {at_bytes}: expected {}, found {found}{ADVICE}{}", check.rule(), check.advice())
+    }
+}
+
+/// Why an allocation trace was refused, and where in it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BadTrace {
+    /// The line, from 1.
+    pub line: u64,
+    /// What had to stand there.
+    pub expected: String,
+    /// What was found.
+    pub found: String,
+}
+
+impl fmt::Display for BadTrace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { line, expected, found } = self;
+        write!(
+            f,
+            "the trace's line {line}: expected {expected}, found {found}{ADVICE}record the trace again, or mend that line"
+        )
     }
 }

@@ -12,9 +12,10 @@ pub mod engine;
 mod error;
 pub mod gguf;
 pub mod models;
+pub mod replay;
 pub mod sampling;
 pub mod scenario;
 pub mod stress;
 pub mod tokenizer;
 
-pub use error::{BadFile, Error, Result};
+pub use error::{BadFile, BadTrace, Error, Result};

@@ -54,6 +54,8 @@ fn names_are_unique_and_the_agreed_ones_exist() {
 const MUTANTS: &[(&str, &str, &str)] = &[
     ("cache.stale-is-fine", "trim", "vmm"),
     ("cache.every-bump-is-stale", "flush-74", "vmm"),
+    ("cache.every-bump-is-stale", "flush-large-request", "slab"),
+    ("no-bump", "flush-large-request", "vmm"),
     ("cache.capture-left-open", "capture-panic", "vmm"),
     ("cache.table-members-ignored", "pointer-table", "slab"),
     ("cache.update-believed", "sglang-37657-hidden-attribute", "vmm"),

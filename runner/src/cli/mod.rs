@@ -16,6 +16,7 @@ mod info;
 mod logits;
 mod ops;
 mod perplexity;
+mod replay;
 mod run;
 mod scenario;
 mod stress;
@@ -61,6 +62,8 @@ enum Command {
     Ops(ops::Flags),
     /// Tell the narrated cases of stale graphs and lost memory, with checks
     Scenario(scenario::Flags),
+    /// Replay an allocation trace: what a pool would hold, and whether it would fit
+    Replay(replay::Flags),
     /// Random steps against a plain model of what must be true
     Stress(stress::Flags),
     /// Show devices, drivers, memory, and what is missing
@@ -79,6 +82,7 @@ impl Command {
             Self::Detokenize(flags) => detokenize::run(&flags, &mut Output::new(flags.json)),
             Self::Ops(flags) => ops::run(&flags, &mut Output::of_a_verdict(flags.json)),
             Self::Scenario(flags) => scenario::run(&flags, &mut Output::of_a_verdict(flags.json)),
+            Self::Replay(flags) => replay::run(&flags, &mut Output::new(flags.json)),
             Self::Stress(flags) => stress::run(&flags, &mut Output::of_a_verdict(flags.json)),
             Self::Doctor(flags) => doctor::run(&flags, &mut Output::new(flags.json)),
         }

@@ -16,6 +16,7 @@ mod cache;
 mod capture;
 mod deadly;
 mod devices;
+mod flush;
 mod giveback;
 mod identity;
 mod memory;
@@ -73,6 +74,7 @@ const fn vmm(name: &'static str, about: &'static str, body: fn(&mut Story) -> To
 pub fn list() -> impl Iterator<Item = &'static Scenario> {
     [
         giveback::SCENARIOS,
+        flush::SCENARIOS,
         identity::SCENARIOS,
         scratch::SCENARIOS,
         record::SCENARIOS,
