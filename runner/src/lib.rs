@@ -16,6 +16,7 @@ pub mod replay;
 pub mod sampling;
 pub mod scenario;
 pub mod stress;
+pub mod synth;
 pub mod tokenizer;
 
 pub use error::{BadFile, BadTrace, Error, Result};

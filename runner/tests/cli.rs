@@ -545,3 +545,62 @@ fn talk_that_nobody_hears_is_no_error() {
     let bytes = Parts::new().bytes();
     assert!(Gguf::parse(Bytes::copy_of(&bytes)).is_ok());
 }
+
+#[test]
+fn an_allocation_trace_is_replayed() {
+    let trace = Scratch::new(
+        "trace.csv",
+        b"Thread,Time,Action,Pointer,Size,Stream\n1,t,allocate,0x10,1000,0x0\n1,t,allocate,0x20,3000000,0x0\n1,t,free,0x10,1000,0x0\n",
+    );
+    for pool in ["vmm", "slab"] {
+        let report = works(&["replay", trace.path(), "--pool", pool, "--device", "host"]);
+        assert_eq!(report["requested_peak_bytes"], 3_001_000);
+        assert!(report["reserved_peak_bytes"].as_u64() >= report["allocated_peak_bytes"].as_u64());
+        assert!(report["fragmentation"].as_f64() > Some(1.0) && report["seconds"].as_f64() > Some(0.0));
+        assert_eq!((&report["oom"], &report["leaked_allocations"]), (&false.into(), &1.into()));
+        let kind = if pool == "vmm" { "map" } else { "malloc" };
+        assert!(report["driver_calls"][kind].as_u64() >= Some(1), "{report}");
+    }
+    let report = works(&["replay", trace.path(), "--device", "host", "--mem-limit", "2MiB"]);
+    assert_eq!((&report["oom"], &report["first_oom"]["line"]), (&true.into(), &3.into()));
+    let runs = works(&["replay", trace.path(), "--device", "host", "--beside"]);
+    assert_eq!(runs["runs"].as_array().map(Vec::len), Some(3));
+
+    assert!(fails(&["replay", "/nowhere/trace", "--device", "host"], 1).contains("/nowhere/trace"));
+    let broken = Scratch::new("broken.csv", b"Thread,Time,Action,Pointer,Size,Stream\n1,t,free,0x10,1000,0x0\n");
+    assert!(fails(&["replay", broken.path(), "--device", "host"], 1).contains("line 2"));
+}
+
+#[test]
+fn a_model_is_made_up_and_run() {
+    let model = Scratch::new("synth.gguf", b"");
+    let words = ["synth", "gemma3-270m", "-o", model.path(), "--layers", "2", "--quant", "q8_0", "--seed", "7"];
+    let made = works(&words);
+    assert_eq!(made["bytes"].as_u64(), std::fs::metadata(model.path()).map(|file| file.len()).ok());
+    let info = works(&["info", "-m", model.path()]);
+    assert_eq!(info["architecture"], "gemma3");
+    assert_eq!(info["tensors"].as_array().map(|list| list.len() as u64), made["tensors"].as_u64());
+    let logits = works(&[
+        "logits",
+        "-m",
+        model.path(),
+        "--tokens",
+        "2,700,90000",
+        "--decode",
+        "2",
+        "--device",
+        "host",
+        "-c",
+        "64",
+    ]);
+    let values: Vec<f64> = logits["last_logits"].as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect();
+    assert_eq!(values.len(), 262_144);
+    let deviation = (values.iter().map(|x| x * x).sum::<f64>() / values.len() as f64).sqrt();
+    assert!((0.3..3.0).contains(&deviation), "logits have a deviation of {deviation}");
+
+    let talk = fails(&["synth", "gemma9", "-o", model.path()], 2);
+    assert!(talk.contains("gemma4-26b-a4b"), "{talk}");
+    assert!(fails(&["synth", "gemma3-270m", "-o", model.path(), "--quant", "Q9"], 2).contains("Q4_K"));
+    fails(&["synth", "gemma3-270m", "-o", model.path(), "--layers", "0"], 2);
+    fails(&["synth", "gemma3-270m", "-o", "/nowhere/model.gguf"], 1);
+}

@@ -20,6 +20,7 @@ mod replay;
 mod run;
 mod scenario;
 mod stress;
+mod synth;
 mod tokenize;
 
 use std::ffi::OsString;
@@ -66,6 +67,8 @@ enum Command {
     Replay(replay::Flags),
     /// Random steps against a plain model of what must be true
     Stress(stress::Flags),
+    /// Write a model file of a real shape with random weights
+    Synth(synth::Flags),
     /// Show devices, drivers, memory, and what is missing
     Doctor(doctor::Flags),
 }
@@ -84,6 +87,7 @@ impl Command {
             Self::Scenario(flags) => scenario::run(&flags, &mut Output::of_a_verdict(flags.json)),
             Self::Replay(flags) => replay::run(&flags, &mut Output::new(flags.json)),
             Self::Stress(flags) => stress::run(&flags, &mut Output::of_a_verdict(flags.json)),
+            Self::Synth(flags) => synth::run(&flags, &mut Output::new(flags.json)),
             Self::Doctor(flags) => doctor::run(&flags, &mut Output::new(flags.json)),
         }
     }

@@ -58,10 +58,11 @@ struct Tensor {
 /// Writes a tensor's bytes.
 type Make = dyn Fn(&mut dyn Write) -> std::io::Result<()>;
 
-/// A tensor's bytes, there or made while writing.
+/// A tensor's bytes: there, made while writing, or written by somebody else.
 enum Data {
     Memory(Vec<u8>),
     Made(Box<Make>),
+    Apart,
 }
 
 impl std::fmt::Debug for Data {
@@ -69,8 +70,20 @@ impl std::fmt::Debug for Data {
         match self {
             Self::Memory(bytes) => write!(f, "{} bytes", bytes.len()),
             Self::Made(_) => f.write_str("made while writing"),
+            Self::Apart => f.write_str("written apart"),
         }
     }
+}
+
+/// Where everything stands in a file.
+#[derive(Clone, Debug)]
+pub(crate) struct Plan {
+    /// The file's beginning, up to the first tensor.
+    pub(crate) header: Vec<u8>,
+    /// Where each tensor begins in the file, and its bytes.
+    pub(crate) places: Vec<(u64, u64)>,
+    /// Size of the file.
+    pub(crate) bytes: u64,
 }
 
 const ALIGNMENT: u64 = 32;
@@ -114,6 +127,12 @@ impl Writer {
         self
     }
 
+    /// Adds a tensor whose bytes are not written here but where [`plan`](Self::plan) says.
+    pub(crate) fn tensor_apart(&mut self, name: impl Into<String>, ty: QuantType, dims: &[u64]) -> &mut Self {
+        self.tensors.push(Tensor { name: name.into(), ty, dims: dims.to_vec(), data: Data::Apart });
+        self
+    }
+
     /// Number of tensors so far.
     #[must_use]
     pub fn tensor_count(&self) -> usize {
@@ -147,6 +166,29 @@ impl Writer {
     /// # Errors
     /// [`Error::Tensor`] if a tensor's shape and bytes do not agree, [`Error::Output`] if writing fails.
     pub fn write_to(&self, out: &mut dyn Write) -> Result<u64> {
+        let plan = self.plan()?;
+        out.write_all(&plan.header).map_err(Error::Output)?;
+        for (tensor, &(_, bytes)) in self.tensors.iter().zip(&plan.places) {
+            let mut counted = Counted { out, bytes: 0 };
+            match &tensor.data {
+                Data::Memory(data) => counted.write_all(data).map_err(Error::Output)?,
+                Data::Made(make) => make(&mut counted).map_err(Error::Output)?,
+                Data::Apart => {}
+            }
+            if counted.bytes != bytes {
+                return Err(Error::tensor(&*tensor.name, format!("{bytes} bytes"), counted.bytes));
+            }
+            let padding = bytes.next_multiple_of(ALIGNMENT) - bytes;
+            out.write_all(&[0; ALIGNMENT as usize][..padding as usize]).map_err(Error::Output)?;
+        }
+        Ok(plan.bytes)
+    }
+
+    /// The header, and where the tensors go.
+    ///
+    /// # Errors
+    /// [`Error::Tensor`] if a tensor's shape makes no whole blocks, or does not fit a number.
+    pub(crate) fn plan(&self) -> Result<Plan> {
         let mut header = Vec::new();
         header.extend_from_slice(b"GGUF");
         header.extend_from_slice(&3u32.to_le_bytes());
@@ -157,7 +199,7 @@ impl Writer {
             value.write(&mut header);
         }
         let mut offset = 0u64;
-        let mut sizes = Vec::new();
+        let mut places = Vec::with_capacity(self.tensors.len());
         for tensor in &self.tensors {
             let bytes = tensor.bytes()?;
             string(&mut header, &tensor.name);
@@ -167,24 +209,13 @@ impl Writer {
             }
             header.extend_from_slice(&(tensor.ty as u32).to_le_bytes());
             header.extend_from_slice(&offset.to_le_bytes());
-            sizes.push(bytes);
+            places.push((offset, bytes));
             offset += bytes.next_multiple_of(ALIGNMENT);
         }
         pad(&mut header);
-        out.write_all(&header).map_err(Error::Output)?;
-        for (tensor, &bytes) in self.tensors.iter().zip(&sizes) {
-            let mut counted = Counted { out, bytes: 0 };
-            match &tensor.data {
-                Data::Memory(data) => counted.write_all(data).map_err(Error::Output)?,
-                Data::Made(make) => make(&mut counted).map_err(Error::Output)?,
-            }
-            if counted.bytes != bytes {
-                return Err(Error::tensor(&*tensor.name, format!("{bytes} bytes"), counted.bytes));
-            }
-            let padding = bytes.next_multiple_of(ALIGNMENT) - bytes;
-            out.write_all(&[0; ALIGNMENT as usize][..padding as usize]).map_err(Error::Output)?;
-        }
-        Ok(header.len() as u64 + offset)
+        let start = header.len() as u64;
+        places.iter_mut().for_each(|(begin, _)| *begin += start);
+        Ok(Plan { header, places, bytes: start + offset })
     }
 }
 
