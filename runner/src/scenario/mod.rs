@@ -23,6 +23,7 @@ mod memory;
 mod pages;
 mod record;
 mod scratch;
+mod sleep;
 mod stage;
 mod story;
 mod streams;
@@ -83,6 +84,7 @@ pub fn list() -> impl Iterator<Item = &'static Scenario> {
         streams::SCENARIOS,
         memory::SCENARIOS,
         pages::SCENARIOS,
+        sleep::SCENARIOS,
         devices::SCENARIOS,
         deadly::SCENARIOS,
     ]

@@ -22,6 +22,10 @@ pub(crate) mod mark {
     pub(crate) const RUN: &str = "run";
     /// It ended: `recipe`, `good`.
     pub(crate) const RAN: &str = "ran";
+    /// What this thread unmaps from here on falls asleep: `kept` if its bytes are put aside.
+    pub(crate) const SLEEP: &str = "sleep";
+    /// No more.
+    pub(crate) const SLEPT: &str = "slept";
 }
 
 /// What a kernel touches, as (address, bytes) pairs; `None` for a kernel that is not known.
@@ -92,6 +96,15 @@ struct Exec {
     updated: bool,
 }
 
+/// How bytes went.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Loss {
+    Freed,
+    Unmapped,
+    /// Unmapped, and put aside: they come back with the pages.
+    Kept,
+}
+
 /// The account.
 #[derive(Debug, Default)]
 pub(crate) struct Ledger {
@@ -107,6 +120,8 @@ pub(crate) struct Ledger {
     graphs: HashMap<u64, Recorded>,
     execs: HashMap<u64, Exec>,
     runs: HashMap<std::thread::ThreadId, Run>,
+    /// Threads that let memory fall asleep whose bytes are kept.
+    keeping: HashSet<std::thread::ThreadId>,
     captured_once: HashSet<u64>,
     seen: Seen,
     first: Option<String>,
@@ -184,7 +199,7 @@ impl Ledger {
                 self.balance("malloc", -1);
                 self.seen.give_backs += 1;
                 let bytes = self.mallocs.remove(&arg("ptr")).unwrap_or(0);
-                self.lost(arg("ptr"), bytes, "freed");
+                self.lost(arg("ptr"), bytes, Loss::Freed);
             }
             "create" => {
                 self.balance("chunk", 1);
@@ -197,7 +212,10 @@ impl Ledger {
             "address_reserve" => self.balance("reservation", 1),
             "address_free" => self.balance("reservation", -1),
             "map" => self.map(arg("ptr"), arg("bytes"), arg("handle")),
-            "unmap" => self.unmap(arg("ptr"), arg("bytes")),
+            "unmap" => {
+                let kept = self.keeping.contains(&call.thread);
+                self.unmap(arg("ptr"), arg("bytes"), if kept { Loss::Kept } else { Loss::Unmapped });
+            }
             "host_alloc" => self.balance("pinned", 1),
             "host_free" => self.balance("pinned", -1),
             "host_register" => self.balance("registration", 1),
@@ -246,6 +264,8 @@ impl Ledger {
                 self.runs.insert(call.thread, Run { recipe: arg("recipe"), ..Run::default() });
             }
             mark::RAN => self.ran(call, arg("good") == 1),
+            mark::SLEEP if arg("kept") == 1 => drop(self.keeping.insert(call.thread)),
+            mark::SLEPT => drop(self.keeping.remove(&call.thread)),
             _ => {}
         }
     }
@@ -286,7 +306,7 @@ impl Ledger {
         }
     }
 
-    fn unmap(&mut self, ptr: u64, bytes: u64) {
+    fn unmap(&mut self, ptr: u64, bytes: u64, how: Loss) {
         let gone: Vec<u64> = self.maps.range(ptr..ptr.saturating_add(bytes)).map(|(at, _)| *at).collect();
         for at in gone {
             let Some((_, handle)) = self.maps.remove(&at) else { continue };
@@ -296,19 +316,20 @@ impl Ledger {
             }
         }
         self.seen.give_backs += 1;
-        self.lost(ptr, bytes, "unmapped");
+        self.lost(ptr, bytes, how);
     }
 
-    /// Bytes went back to the driver. Scratch may get pages again; the bytes of an owner are gone.
-    fn lost(&mut self, ptr: u64, bytes: u64, how: &str) {
+    /// Bytes went back to the driver. Scratch may get pages again; the bytes of an owner are gone, unless they were kept.
+    fn lost(&mut self, ptr: u64, bytes: u64, how: Loss) {
         for exec in self.execs.values_mut() {
             let was_good = exec.bad.is_none() && !exec.recorded.ranges.iter().any(|r| r.unbacked);
             let mut hit = false;
             for range in exec.recorded.ranges.iter_mut().filter(|r| overlap(r.at, r.bytes, ptr, bytes)) {
                 hit = true;
                 range.unbacked = true;
-                if how == "freed" || !range.owner.is_none_or(|owner| owner.scratch) {
-                    exec.bad.get_or_insert_with(|| format!("{} bytes at {:#x} were {how}", range.bytes, range.at));
+                let pages_are_enough = range.owner.is_none_or(|owner| owner.scratch) || how == Loss::Kept;
+                if how == Loss::Freed || !pages_are_enough {
+                    exec.bad.get_or_insert_with(|| format!("{} bytes at {:#x} were {how:?}", range.bytes, range.at));
                 }
             }
             self.seen.stale += u64::from(hit && was_good);

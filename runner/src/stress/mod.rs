@@ -35,7 +35,7 @@ pub use ops::{Op, Seeded};
 use crate::device::Device;
 use ledger::{Ledger, Seen};
 use tally::Tally;
-use world::{Shared, World, Wrong};
+use world::{Beds, Shared, World, Wrong};
 
 /// What to run.
 #[derive(Clone, Debug)]
@@ -293,6 +293,7 @@ fn shared(options: &Options) -> Result<Shared, PoolError> {
         ledger: Mutex::new(Ledger::default()),
         serials: AtomicU64::new(1),
         disturbed: AtomicU64::new(0),
+        beds: Beds::default(),
         memory_bytes,
         most_bytes,
         scale,
@@ -391,7 +392,7 @@ fn work(
     shared.driver.clear();
     barrier.wait();
     let sound = found.first.lock().is_none();
-    if sound && let Err(wrong) = world.quiet(shared).and_then(|()| world.read_all()) {
+    if sound && let Err(wrong) = world.quiet(shared).and_then(|()| world.read_all(shared)) {
         found.note(n, None, None, wrong);
     }
     barrier.wait();
@@ -451,6 +452,7 @@ fn report(options: &Options, found: &Found, tally: &Tally, seen: Seen, leaks: u6
         ("panic", tally.panics),
         ("refusal", tally.refusals),
         ("quiet_replay", tally.quiet_replays),
+        ("slept", tally.slept),
     ];
     events.extend(by_log.into_iter().map(|(what, n)| (what.to_owned(), n)));
     events.extend(tally.said().iter().map(|(what, n)| (format!("said_{what}"), *n)));
@@ -490,6 +492,8 @@ fn expected(options: &Options) -> impl Iterator<Item = &'static str> {
         "thread_switch",
         "sync",
         "restream",
+        "sleep",
+        "wake",
         "capture",
         "replay",
         "give_back",
@@ -505,7 +509,7 @@ fn expected(options: &Options) -> impl Iterator<Item = &'static str> {
     ];
     const ALONE: &[&str] = &["quiet"];
     const STEPPED: &[&str] = &["step"];
-    const VMM: &[&str] = &["remap"];
+    const VMM: &[&str] = &["remap", "slept"];
     const FAULTS: &[&str] = &["fail_nth", "injected"];
     let when = |yes: bool, names: &'static [&'static str]| if yes { names } else { &[] };
     ALWAYS

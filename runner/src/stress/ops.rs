@@ -127,6 +127,18 @@ pub enum Op {
         /// Which.
         stream: u8,
     },
+    /// Lets memory fall asleep.
+    Sleep {
+        /// For which purposes, by bits; none: all.
+        purposes: u8,
+        /// What becomes of the bytes.
+        content: u8,
+    },
+    /// Wakes it.
+    Wake {
+        /// For which purposes, by bits; none: all.
+        purposes: u8,
+    },
     /// Nobody disturbs: every graph that is good must replay.
     Quiet,
 }
@@ -136,13 +148,13 @@ type Make = fn(&mut dyn FnMut() -> Option<u8>) -> Option<Op>;
 
 /// How often each kind comes, of 256.
 const WEIGHTS: &[(u8, Make)] = &[
-    (34, |b| Some(Op::Alloc { slot: b()?, size: b()?, stream: b()? })),
+    (31, |b| Some(Op::Alloc { slot: b()?, size: b()?, stream: b()? })),
     (18, |b| Some(Op::Free { slot: b()? })),
     (20, |b| Some(Op::Fill { slot: b()?, stream: b()?, value: b()? })),
     (16, |b| Some(Op::Copy { from: b()?, to: b()?, stream: b()? })),
     (8, |b| Some(Op::UseAndFree { slot: b()?, stream: b()? })),
     (16, |b| Some(Op::Read { slot: b()? })),
-    (68, |b| b().and_then(|r| Some(Op::Run { recipe: r & 127, value: b()?, compare: r > 127 }))),
+    (66, |b| b().and_then(|r| Some(Op::Run { recipe: r & 127, value: b()?, compare: r > 127 }))),
     (6, |b| Some(Op::Rebind { recipe: b()?, slot: b()? })),
     (5, |b| Some(Op::Cancel { recipe: b()?, after: b()? })),
     (4, |b| Some(Op::Panic { recipe: b()?, after: b()? })),
@@ -152,9 +164,11 @@ const WEIGHTS: &[(u8, Make)] = &[
     (5, |b| Some(Op::Limit { sixteenths: b()? })),
     (8, |b| Some(Op::Fail { call: b()?, nth: b()? })),
     (6, |_| Some(Op::Thread)),
-    (14, |b| Some(Op::Step { stream: b()?, pieces: b()? })),
+    (13, |b| Some(Op::Step { stream: b()?, pieces: b()? })),
     (6, |b| Some(Op::Sync { stream: b()? })),
     (2, |b| Some(Op::Restream { stream: b()? })),
+    (2, |b| Some(Op::Sleep { purposes: b()?, content: b()? })),
+    (4, |b| Some(Op::Wake { purposes: b()? })),
     (4, |_| Some(Op::Quiet)),
 ];
 

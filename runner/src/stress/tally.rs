@@ -14,6 +14,8 @@ pub(super) struct Tally {
     pub(super) panics: u64,
     pub(super) refusals: u64,
     pub(super) quiet_replays: u64,
+    /// Sleeps that went well.
+    pub(super) slept: u64,
     ran: BTreeMap<String, u64>,
 }
 
@@ -42,6 +44,7 @@ impl Tally {
         self.panics += other.panics;
         self.refusals += other.refusals;
         self.quiet_replays += other.quiet_replays;
+        self.slept += other.slept;
     }
 }
 
@@ -67,6 +70,8 @@ pub(super) fn name(op: Op) -> &'static str {
         Op::Step { .. } => "step",
         Op::Sync { .. } => "sync",
         Op::Restream { .. } => "restream",
+        Op::Sleep { .. } => "sleep",
+        Op::Wake { .. } => "wake",
         Op::Quiet => "quiet",
     }
 }

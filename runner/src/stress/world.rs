@@ -3,13 +3,13 @@
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use evergraph_graphcache::{CacheError, GraphCache, GraphKey, Ran, Request};
 use evergraph_kernels::probe::{Probe, Words};
 use evergraph_pool::driver::faulty::CALLS;
 use evergraph_pool::driver::{Driver, DynDriver, Faulty, Streams};
-use evergraph_pool::{Arena, Pool, PoolError, Purpose, ScratchPolicy, Stream};
+use evergraph_pool::{Arena, Awake, Content, Pool, PoolError, PoolMode, Purpose, ScratchPolicy, Stream};
 use parking_lot::Mutex;
 
 use super::ledger::{Ledger, mark, named};
@@ -41,6 +41,7 @@ pub(super) struct Shared {
     pub(super) serials: AtomicU64,
     /// Moves with everything that may cost an innocent graph its memory.
     pub(super) disturbed: AtomicU64,
+    pub(super) beds: Beds,
     pub(super) memory_bytes: usize,
     /// The limit that holds when no other does; a host device is small by itself.
     pub(super) most_bytes: Option<usize>,
@@ -49,6 +50,43 @@ pub(super) struct Shared {
     pub(super) faults: bool,
     /// Whether there are several workers: then nobody can tell whether a graph was left alone between two of its runs.
     pub(super) crowd: bool,
+}
+
+/// What sleeps, by the model's account. Purposes are numbered as in [`Purpose::ALL`].
+#[derive(Debug, Default)]
+pub(super) struct Beds {
+    /// Taken for a sleep or a wake: nobody wakes what another one is just noting down.
+    turn: Mutex<()>,
+    asleep: [AtomicBool; 3],
+    /// How often the bytes of a purpose were dropped.
+    dropped: [AtomicU64; 3],
+}
+
+impl Beds {
+    fn any_asleep(&self) -> bool {
+        self.asleep.iter().any(|asleep| asleep.load(Ordering::SeqCst))
+    }
+
+    fn dropped(&self) -> [u64; 3] {
+        [0, 1, 2].map(|purpose: usize| self.dropped[purpose].load(Ordering::SeqCst))
+    }
+
+    /// Notes what is asleep now, after a call that may have let it fall asleep with its bytes dropped.
+    fn note(&self, pool: &Pool, dropping: bool) {
+        for (index, purpose) in Purpose::ALL.into_iter().enumerate() {
+            let now = pool.is_asleep(purpose);
+            let before = self.asleep[index].swap(now, Ordering::SeqCst);
+            if now && !before && dropping {
+                self.dropped[index].fetch_add(1, Ordering::SeqCst);
+            }
+        }
+    }
+}
+
+/// The purposes of a number's lower bits.
+fn purposes(bits: u8) -> Vec<Purpose> {
+    let chosen = |(index, purpose): (usize, Purpose)| (bits >> index & 1 == 1).then_some(purpose);
+    Purpose::ALL.into_iter().enumerate().filter_map(chosen).collect()
 }
 
 impl Shared {
@@ -98,6 +136,8 @@ struct Recipe {
     inputs: [usize; 2],
     own: Option<[Slot; 2]>,
     out: Slot,
+    /// Bytes were dropped that its graph may read: it is to be told that they were filled again.
+    outdated: bool,
     /// The stream and inputs of the last graph launch, with the disturbances at that time.
     settled: Option<Settled>,
 }
@@ -133,6 +173,8 @@ pub(super) struct World {
     streams: Vec<Stream>,
     pub(super) tally: Tally,
     pub(super) thread_next: bool,
+    /// What was dropped when the worker last looked.
+    seen: [u64; 3],
 }
 
 /// How much work a recipe with inputs in these slots does. A graph is told from another by its inputs' allocations only,
@@ -170,13 +212,15 @@ impl World {
                 inputs,
                 own: if n < STEADY { Some([state(512)?, state(512)?]) } else { None },
                 out: state(1 << 10)?,
+                outdated: false,
                 settled: None,
             });
         }
         let sink = state(1 << 10)?;
         let slots = (0..SLOTS).map(|_| None).collect();
         let tally = Tally::default();
-        Ok(Self { id: id as u64, slots, recipes, sink, arena: Some(arena), streams, tally, thread_next: false })
+        let seen = shared.beds.dropped();
+        Ok(Self { id: id as u64, slots, recipes, sink, arena: Some(arena), streams, tally, thread_next: false, seen })
     }
 
     /// Does one step.
@@ -193,12 +237,12 @@ impl World {
             Op::Fill { slot, stream, value } => self.fill(shared, slot.into(), stream.into(), value.into()),
             Op::Copy { from, to, stream } => self.copy(shared, from.into(), to.into(), stream.into()),
             Op::UseAndFree { slot, stream } => self.use_and_free(shared, slot.into(), stream.into()),
-            Op::Read { slot } => self.read(slot.into()),
+            Op::Read { slot } => self.read(shared, slot.into()),
             Op::Run { recipe, value, compare } => {
                 let recipe = usize::from(recipe) % RECIPES;
                 self.freshen(shared, recipe, value.into())?;
                 self.run(shared, recipe, Ending::Well)?;
-                if compare { self.compare(recipe) } else { Ok(()) }
+                if compare { self.compare(shared, recipe) } else { Ok(()) }
             }
             Op::Rebind { recipe, slot } => {
                 let recipe = &mut self.recipes[STEADY + usize::from(recipe) % (RECIPES - STEADY)];
@@ -214,7 +258,7 @@ impl World {
                 shared.disturb();
                 let result = shared.pool.trim_to(shared.memory_bytes / 16 * (usize::from(sixteenths) % 17));
                 shared.disturb();
-                self.explained("trim", result.map(drop))
+                self.explained(shared, "trim", result.map(drop))
             }
             Op::Limit { sixteenths } => {
                 shared.disturb();
@@ -254,22 +298,85 @@ impl World {
             }
             Op::Sync { stream } => {
                 let result = self.streams[usize::from(stream) % STREAMS].synchronize();
-                self.explained("synchronize", result)
+                self.explained(shared, "synchronize", result)
             }
             Op::Restream { stream } => self.restream(shared, usize::from(stream) % STREAMS),
+            Op::Sleep { purposes, content } => self.sleep(shared, purposes, content),
+            Op::Wake { purposes } => self.wake(shared, purposes),
             Op::Quiet => self.quiet(shared),
         }
     }
 
+    fn sleep(&mut self, shared: &Shared, chosen: u8, content: u8) -> Step {
+        let content = [Content::Keep, Content::KeepPinned, Content::Keep, Content::Drop][usize::from(content) % 4];
+        let result = {
+            let _turn = shared.beds.turn.lock();
+            shared.disturb();
+            shared.driver.mark(mark::SLEEP, &[("kept", u64::from(content != Content::Drop))]);
+            let result = shared.pool.sleep(content, &purposes(chosen));
+            shared.driver.mark(mark::SLEPT, &[]);
+            shared.beds.note(&shared.pool, content == Content::Drop);
+            shared.disturb();
+            result
+        };
+        match result {
+            Ok(_) => {
+                self.tally.slept += 1;
+                Ok(())
+            }
+            Err(PoolError::Unsupported { .. }) if shared.pool.mode() == PoolMode::Slab => Ok(()),
+            // Another worker captures.
+            Err(PoolError::Capturing { .. }) if shared.crowd => Ok(()),
+            Err(error) => self.explained(shared, "a sleep", Err(error)),
+        }
+    }
+
+    fn wake(&mut self, shared: &Shared, chosen: u8) -> Step {
+        let result = {
+            let _turn = shared.beds.turn.lock();
+            shared.disturb();
+            // Half way it may go back to sleep.
+            shared.driver.mark(mark::SLEEP, &[("kept", 1)]);
+            let result = shared.pool.wake(&purposes(chosen));
+            shared.driver.mark(mark::SLEPT, &[]);
+            shared.beds.note(&shared.pool, false);
+            shared.disturb();
+            result
+        };
+        self.explained(shared, "a wake", result.map(drop))
+    }
+
+    /// Until the guard is dropped nothing falls asleep. What was dropped before is not what the model says any more.
+    fn awake(&mut self, shared: &Shared) -> Awake {
+        let awake = shared.pool.hold_awake(&self.streams[0]);
+        let now = shared.beds.dropped();
+        if now != self.seen {
+            let lost = |slot: &Slot| now[slot.slice.purpose() as usize] != self.seen[slot.slice.purpose() as usize];
+            let slots = self.slots.iter_mut().flatten();
+            let own = self.recipes.iter_mut().flat_map(|r| r.own.iter_mut().flatten().chain([&mut r.out]));
+            for slot in slots.chain(own).chain([&mut self.sink]) {
+                if lost(slot) {
+                    slot.words = None;
+                }
+            }
+            for recipe in &mut self.recipes {
+                recipe.outdated = true;
+            }
+            self.seen = now;
+        }
+        awake
+    }
+
     /// Reads everything back and compares it.
-    pub(super) fn read_all(&mut self) -> Step {
+    pub(super) fn read_all(&mut self, shared: &Shared) -> Step {
         for slot in 0..SLOTS {
-            self.read(slot)?;
+            self.read(shared, slot)?;
         }
         for recipe in 0..RECIPES {
-            self.compare(recipe)?;
+            self.compare(shared, recipe)?;
         }
-        self.compare_slot(&self.sink, "the sink")
+        let _awake = self.awake(shared);
+        self.compare_slot(shared, &self.sink, "the sink")
     }
 
     /// Lets go of everything, in an order that the seed decides.
@@ -310,47 +417,52 @@ impl World {
             }
             Err(error) => {
                 shared.disturb();
-                self.explained("alloc", Err(error))
+                self.explained(shared, "alloc", Err(error))
             }
         }
     }
 
     fn fill(&mut self, shared: &Shared, slot: usize, stream: usize, value: u32) -> Step {
         let (slot, stream) = (slot % SLOTS, stream % STREAMS);
+        let _awake = self.awake(shared);
         let Some(slot) = self.slots[slot].as_mut() else { return Ok(()) };
         let result = fill(shared, &self.streams, slot, stream, value.wrapping_mul(0x0101_0101));
-        self.explained("fill", result)
+        self.explained(shared, "fill", result)
     }
 
     fn copy(&mut self, shared: &Shared, from: usize, to: usize, stream: usize) -> Step {
         let (from, to, stream) = (from % SLOTS, to % SLOTS, stream % STREAMS);
+        let _awake = self.awake(shared);
         let Ok([Some(from), Some(to)]) = self.slots.get_disjoint_mut([from, to]) else { return Ok(()) };
         let result = copy(shared, &self.streams, from, to, stream);
-        self.explained("copy", result)
+        self.explained(shared, "copy", result)
     }
 
     fn use_and_free(&mut self, shared: &Shared, slot: usize, stream: usize) -> Step {
         let stream = stream % STREAMS;
+        let _awake = self.awake(shared);
         let Some(mut slot) = self.slots[slot % SLOTS].take() else { return Ok(()) };
         let result = copy(shared, &self.streams, &mut slot, &mut self.sink, stream);
         disown(shared, &slot);
         drop(slot);
-        self.explained("copy before a free", result)
+        self.explained(shared, "copy before a free", result)
     }
 
-    fn read(&mut self, slot: usize) -> Step {
+    fn read(&mut self, shared: &Shared, slot: usize) -> Step {
+        let _awake = self.awake(shared);
         match &self.slots[slot % SLOTS] {
-            Some(found) => self.compare_slot(found, &format!("slot {}", slot % SLOTS)),
+            Some(found) => self.compare_slot(shared, found, &format!("slot {}", slot % SLOTS)),
             None => Ok(()),
         }
     }
 
-    fn compare(&mut self, recipe: usize) -> Step {
+    fn compare(&mut self, shared: &Shared, recipe: usize) -> Step {
+        let _awake = self.awake(shared);
         let found = &self.recipes[recipe];
-        self.compare_slot(&found.out, &format!("the output of recipe {recipe} ({:?})", found.shape))
+        self.compare_slot(shared, &found.out, &format!("the output of recipe {recipe} ({:?})", found.shape))
     }
 
-    fn compare_slot(&self, slot: &Slot, what: &str) -> Step {
+    fn compare_slot(&self, shared: &Shared, slot: &Slot, what: &str) -> Step {
         let Some(want) = &slot.words else { return Ok(()) };
         match self.streams[slot.last].download(&slot.slice) {
             Ok(found) if found == *want => Ok(()),
@@ -364,12 +476,13 @@ impl World {
                     want[at]
                 )))
             }
-            Err(error) => self.explained("download", Err(error)),
+            Err(error) => self.explained(shared, "download", Err(error)),
         }
     }
 
     /// New input for a recipe: its first input is written anew.
     fn freshen(&mut self, shared: &Shared, recipe: usize, value: u32) -> Step {
+        let _awake = self.awake(shared);
         let found = &mut self.recipes[recipe];
         let stream = if value.is_multiple_of(3) { (found.stream + 1) % STREAMS } else { found.stream };
         let input = match &mut found.own {
@@ -380,7 +493,7 @@ impl World {
             },
         };
         let result = fill(shared, &self.streams, input, stream, value.wrapping_mul(7919));
-        self.explained("new input", result)
+        self.explained(shared, "new input", result)
     }
 
     fn run(&mut self, shared: &Shared, recipe: usize, ending: Ending) -> Step {
@@ -392,7 +505,9 @@ impl World {
 
     /// One run of a recipe; `None` if it could not be tried or was refused with good reason.
     fn run_once(&mut self, shared: &Shared, n: usize, ending: Ending) -> Result<Option<Ran>, Wrong> {
+        let awake = self.awake(shared);
         let disturbances = shared.disturbances();
+        let seen = self.seen;
         let recipe = &mut self.recipes[n];
         let stream = recipe.stream;
         let (a, b) = match &mut recipe.own {
@@ -414,10 +529,16 @@ impl World {
             ready = ready.and_then(|()| order(shared, &self.streams, slot, stream));
         }
         if let Err(error) = ready {
-            self.explained("ordering a run", Err(error))?;
+            self.explained(shared, "ordering a run", Err(error))?;
             return Ok(None);
         }
         let key = GraphKey::new((self.id, n));
+        if std::mem::take(&mut recipe.outdated) {
+            // All of it was filled just now, or sleeps.
+            shared.cache.invalidate(&key);
+            recipe.settled = None;
+        }
+        drop(awake);
         let arena = if recipe.shape.scratch == Scratch::Shared { self.id + 1 } else { 0 };
         let policy = match (recipe.shape.scratch, &self.arena) {
             (Scratch::Shared, Some(arena)) if *arena.stream() == self.streams[stream] => {
@@ -447,6 +568,8 @@ impl World {
             catch_unwind(AssertUnwindSafe(|| shared.cache.run(&request, |scope| work.body(scope))))
         });
         let good = matches!(ran, Ok(Ok(_)));
+        // Bytes may have been dropped before or after what ran: nobody knows.
+        let lost = shared.beds.dropped() != seen;
         shared.driver.mark(mark::RAN, &[("recipe", name), ("good", u64::from(good))]);
         let called = work.called.get();
         for slot in [&mut *a, &mut *b, &mut recipe.out] {
@@ -460,9 +583,10 @@ impl World {
         };
         match ran {
             Ok(Ok(outcome)) => {
-                if let (Some(a), Some(b), Some(before)) = (&a.words, &b.words, &recipe.out.words) {
-                    recipe.out.words = Some(recipe.shape.eager(a, b, before));
-                }
+                recipe.out.words = match (&a.words, &b.words, &recipe.out.words) {
+                    (Some(a), Some(b), Some(before)) if !lost => Some(recipe.shape.eager(a, b, before)),
+                    _ => None,
+                };
                 self.tally.ran(outcome.ran);
                 let was = recipe.settled.take();
                 let after = shared.disturbances();
@@ -489,7 +613,7 @@ impl World {
                 shared.disturb();
                 let was = recipe.settled.take();
                 let _ = (called, was);
-                self.explained_cache(n, error)?;
+                self.explained_cache(shared, n, error, lost)?;
                 Ok(None)
             }
             Err(panic) => {
@@ -517,7 +641,7 @@ impl World {
         let bytes = shared.memory_bytes / 16 * (4 + sixteenths % 8);
         let result = shared.pool.alloc::<u8>(bytes, &self.streams[0]);
         shared.disturb();
-        self.explained("flush", result.map(drop))
+        self.explained(shared, "flush", result.map(drop))
     }
 
     fn restream(&mut self, shared: &Shared, n: usize) -> Step {
@@ -535,13 +659,14 @@ impl World {
                 }
                 Ok(())
             }
-            Err(error) => self.explained("a new stream", Err(error)),
+            Err(error) => self.explained(shared, "a new stream", Err(error)),
         }
     }
 
     /// Nobody disturbs: once a recipe's graph was launched, it replays, and right.
     pub(super) fn quiet(&mut self, shared: &Shared) -> Step {
         shared.driver.clear();
+        self.wake(shared, 0)?;
         for n in 0..RECIPES {
             let mut graph = false;
             for value in 0..5 {
@@ -567,14 +692,15 @@ impl World {
                 }
                 self.tally.quiet_replays += u64::from(ran == Some(Ran::Replayed));
             }
-            self.compare(n)?;
+            self.compare(shared, n)?;
         }
         Ok(())
     }
 
     /// An error is fine if memory was short or the failure was made up; everything else is wrong.
-    fn explained(&self, what: &str, result: Result<(), PoolError>) -> Step {
+    fn explained(&self, shared: &Shared, what: &str, result: Result<(), PoolError>) -> Step {
         match result {
+            Err(PoolError::Asleep { .. }) if shared.crowd || shared.beds.any_asleep() => Ok(()),
             Err(error) if !error.is_out_of_memory() && !error.to_string().contains("injected failure") => {
                 Err(Wrong::Error(format!("{what}: {error}")))
             }
@@ -582,10 +708,12 @@ impl World {
         }
     }
 
-    fn explained_cache(&mut self, n: usize, error: CacheError) -> Step {
+    fn explained_cache(&mut self, shared: &Shared, n: usize, error: CacheError, lost: bool) -> Step {
         self.tally.refusals += 1;
         let fine = match &error {
             CacheError::Pool(PoolError::OutOfMemory(_)) => true,
+            CacheError::Pool(PoolError::Asleep { .. }) => shared.crowd || shared.beds.any_asleep(),
+            CacheError::ContentLost(_) => lost,
             CacheError::Pool(error) if error.is_out_of_memory() => true,
             CacheError::Driver(error) if error.is_out_of_memory() => true,
             error => error.to_string().contains("injected failure"),
@@ -636,7 +764,7 @@ fn words(slice: &Slice) -> Words {
 }
 
 fn fill(shared: &Shared, streams: &[Stream], slot: &mut Slot, stream: usize, value: u32) -> Result<(), PoolError> {
-    if slot.slice.is_empty() {
+    if slot.slice.is_empty() || shared.pool.is_asleep(slot.slice.purpose()) {
         return Ok(());
     }
     order(shared, streams, slot, stream)?;
@@ -648,7 +776,8 @@ fn fill(shared: &Shared, streams: &[Stream], slot: &mut Slot, stream: usize, val
 /// `to = from + 1`, as far as both reach.
 fn copy(shared: &Shared, streams: &[Stream], from: &mut Slot, to: &mut Slot, stream: usize) -> Result<(), PoolError> {
     let len = from.slice.len().min(to.slice.len());
-    if len == 0 || from.words.is_none() {
+    let asleep = |slot: &Slot| shared.pool.is_asleep(slot.slice.purpose());
+    if len == 0 || from.words.is_none() || asleep(from) || asleep(to) {
         return Ok(());
     }
     order(shared, streams, from, stream)?;
