@@ -16,8 +16,8 @@ pub enum BadReason {
     GivenBack,
     /// The pages went back to the driver, the address stays: [`Registration::reback`](crate::Registration::reback).
     Unbacked,
-    /// Other pages came under the same address, and the bytes are what they were: it slept. [`Registration::reback`](
-    /// crate::Registration::reback) takes note of them.
+    /// Other pages came under the same address, and the bytes are what they were: it slept.
+    /// [`Registration::reback`](crate::Registration::reback) takes note of them.
     Rebacked,
     /// The bytes were lost; same address.
     ContentLost,
