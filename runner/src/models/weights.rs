@@ -208,3 +208,6 @@ impl Weights {
 pub(super) fn missing(name: &str) -> Error {
     Error::tensor(name, "a tensor", "no such tensor")
 }
+
+#[cfg(test)]
+mod tests;
