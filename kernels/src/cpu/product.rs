@@ -154,8 +154,9 @@ fn row_bytes(ctx: &KernelContext<'_>, ty: QuantType, cols: usize) -> Result<usiz
     ty.row_bytes(cols).map_err(|_| ctx.fault(Default::default(), 0, false, "columns do not fit the blocks"))
 }
 
-/// Weights that one task of the few-token path reads, about.
-const TASK_BYTES: usize = 32 * 1024;
+/// Weights that one task of the few-token path reads, about: of a large product more, since what is asked for ahead at the end of
+/// one task is another thread's.
+const TASK_BYTES: std::ops::RangeInclusive<usize> = 32 * 1024..=512 * 1024;
 
 fn run(products: &[Product<'_>], y: &Rows<f32>) {
     let (few, many): (Vec<_>, Vec<_>) = products.iter().partition(|p| p.places.len() <= dot::MOST);
@@ -179,10 +180,12 @@ fn run(products: &[Product<'_>], y: &Rows<f32>) {
 /// Few tokens: every product's rows in one list of tasks, so that eight small experts keep all threads busy.
 fn run_few(few: &[&Product<'_>], y: &Rows<f32>) {
     let (level, way) = (Level::current(), Way::current());
+    let bytes: usize = few.iter().map(|p| p.w.len()).sum();
+    let task_bytes = (bytes / (16 * parallel::threads())).clamp(*TASK_BYTES.start(), *TASK_BYTES.end());
     let mut tasks = Vec::new();
     for (i, product) in few.iter().enumerate() {
         let rows = product.w.len() / product.row_bytes;
-        let step = (TASK_BYTES / product.row_bytes).max(1);
+        let step = (task_bytes / product.row_bytes).max(1);
         tasks.extend((0..rows).step_by(step).map(|start| (i, start, step.min(rows - start))));
     }
     let tokens = |product: &&Product<'_>| match &product.x {
@@ -190,7 +193,6 @@ fn run_few(few: &[&Product<'_>], y: &Rows<f32>) {
         Activations::Integers(format, x) => x.iter().map(|(q, scales)| Token::new(*format, q, scales)).collect(),
     };
     let tokens: Vec<Vec<Token>> = few.iter().map(tokens).collect();
-    let bytes: usize = few.iter().map(|p| p.w.len()).sum();
     parallel::each(tasks.len(), bytes / tasks.len().max(1), |task| {
         let (i, start, rows) = tasks[task];
         let product = few[i];

@@ -8,8 +8,8 @@ use super::few::{LANES, STEP, Token};
 use crate::quant::QuantType;
 use crate::quant::codes::{Codes, GROUP};
 
-/// How far ahead of the products a row is asked for.
-const AHEAD_BYTES: usize = 2048;
+/// How far ahead of the products rows are asked for.
+const AHEAD_BYTES: usize = 4 * 1024;
 
 /// `y[t][r] = w[r] . x[t]` for the rows in `w`; false where there is no code for the type.
 ///
@@ -104,7 +104,7 @@ unsafe fn unpack_rows<B: Blocks>(w: &[u8], row_bytes: usize, from: usize, bytes:
             let b = row[from + c * chunk_bytes..].as_ptr();
             for line in (0..chunk_bytes).step_by(64) {
                 // A prefetch touches nothing, at whatever address.
-                _mm_prefetch::<_MM_HINT_T0>(b.wrapping_add(AHEAD_BYTES + line).cast());
+                _mm_prefetch::<_MM_HINT_T0>(b.wrapping_add(2048 + line).cast());
             }
             // SAFETY: a chunk is there, and room for what it gives.
             unsafe {

@@ -3,6 +3,8 @@
 
 use super::Way;
 use crate::cpu::gemm::{DEPTH, PANEL, TILE};
+use crate::cpu::parallel;
+use crate::cpu::span::Rows as Out;
 use crate::quant::QuantType;
 use crate::quant::codes::{self, Codes, Format, GROUP};
 
@@ -38,9 +40,15 @@ impl Panels {
         self.sums.resize(entries, 0.0);
         let zero = i32::from(format.zero);
         let entries = cols / group * PANEL;
-        let each = x.chunks(PANEL).zip(self.q.chunks_mut(cols * PANEL)).zip(self.d.chunks_mut(entries));
-        let each = each.zip(self.offsets.chunks_mut(entries)).zip(self.sums.chunks_mut(entries));
-        for ((((x, panel), d_out), offsets), sums) in each {
+        let (q_out, d_out) = (Out::over(&mut self.q, panels, cols * PANEL), Out::over(&mut self.d, panels, entries));
+        let offsets = Out::over(&mut self.offsets, panels, entries);
+        let sums = Out::over(&mut self.sums, panels, entries);
+        parallel::each(panels, cols * PANEL / 4, |p| {
+            let x = &x[p * PANEL..x.len().min((p + 1) * PANEL)];
+            // SAFETY: each panel belongs to one task.
+            let (panel, d_out) = unsafe { (q_out.row_mut(p, 0), d_out.row_mut(p, 0)) };
+            // SAFETY: as above.
+            let (offsets, sums) = unsafe { (offsets.row_mut(p, 0), sums.row_mut(p, 0)) };
             for lane in 0..PANEL {
                 // Lanes without a token are computed and never read.
                 let (q, scales) = x[lane.min(x.len() - 1)];
@@ -55,7 +63,7 @@ impl Panels {
                     sums[g * PANEL + lane] = d * sum as f32;
                 }
             }
-        }
+        });
     }
 }
 
