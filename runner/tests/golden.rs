@@ -9,7 +9,7 @@ use evergraph_graphcache::Counters;
 use evergraph_pool::driver::host::{HostConfig, HostDevice};
 use evergraph_runner::device::Device;
 use evergraph_runner::engine::{ActType, KvType, PoolConfig, PoolMode, Runtime, RuntimeConfig, Session, SessionConfig};
-use evergraph_runner::gguf::Gguf;
+use evergraph_runner::gguf::{self, Gguf, MetaValue, ValueType, Writer};
 use evergraph_runner::models;
 use evergraph_runner::sampling::Sampling;
 use serde_json::Value;
@@ -336,4 +336,47 @@ fn a_step_of_another_length_is_another_graph() {
         rows
     };
     assert_eq!(last(true), last(false));
+}
+
+/// A metadata value, to be written again.
+fn copied(value: gguf::Value<'_>) -> MetaValue {
+    match value {
+        gguf::Value::F32(value) => value.into(),
+        gguf::Value::Bool(value) => value.into(),
+        gguf::Value::String(text) => text.into(),
+        gguf::Value::Array(list) => match list.element_type() {
+            ValueType::String => list.iter().map(|text| text.as_str().unwrap().to_owned()).collect::<Vec<_>>().into(),
+            ValueType::F32 => list.iter().map(|value| value.as_f32().unwrap()).collect::<Vec<_>>().into(),
+            ValueType::Bool => list.iter().map(|value| value.as_bool().unwrap()).collect::<Vec<_>>().into(),
+            _ => list.iter().map(|value| value.as_i64().unwrap() as i32).collect::<Vec<_>>().into(),
+        },
+        number => (number.as_u64().unwrap() as u32).into(),
+    }
+}
+
+#[test]
+fn a_model_in_three_files_is_the_same_model() {
+    let folder = std::env::temp_dir().join(format!("evergraph-{}-parts", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let file = Gguf::open(&data("gemma4-e.gguf")).unwrap();
+    let all = file.tensors().len();
+    for (number, tensors) in file.tensors().chunks(all.div_ceil(3)).enumerate() {
+        let mut writer = Writer::new();
+        if number == 0 {
+            for (key, value) in file.metadata() {
+                writer.put(key, copied(value));
+            }
+        }
+        writer.put("split.no", number as u32).put("split.count", 3u32).put("split.tensors.count", all as u32);
+        for tensor in tensors {
+            writer.tensor(tensor.name(), tensor.quant_type(), tensor.dims(), file.data(tensor).to_vec());
+        }
+        writer.write_file(&folder.join(format!("e-{:05}-of-00003.gguf", number + 1))).unwrap();
+    }
+    std::fs::copy(data("gemma4-e.json"), folder.join("e-00001-of-00003.json")).unwrap();
+    let first = folder.join("e-00001-of-00003.gguf");
+    let parts = trace(first.to_str().unwrap(), config(PoolMode::Vmm, true, None), KvType::F32, 7);
+    std::fs::remove_dir_all(&folder).unwrap();
+    check("gemma4-e.gguf", &parts);
+    assert!(parts == trace("gemma4-e.gguf", config(PoolMode::Vmm, true, None), KvType::F32, 7));
 }
