@@ -8,7 +8,7 @@
 
 #define THREADS 256
 #define TILE 128u
-#define STAGED 256u
+#define STAGED 512u
 #define MAX_ROWS 8
 
 struct Inputs {

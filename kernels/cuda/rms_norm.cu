@@ -14,6 +14,22 @@ EVG_KERNEL(rms_norm, EVG_BOUNDS(1024))(const char* x, const char* weight, const 
         float* to = at<float>(out, t * out_stride + h * out_head);
         const bool wide = aligned16(from) && aligned16(to) && aligned16(add) && aligned16(w);
         const u32 whole = wide ? cols / 4 * 4 : 0;
+        if (whole == cols && cols <= 4 * threads) {
+            // A thread has all that is its own in registers, and everything is on its way before the sum is waited for.
+            const u32 i = 4 * threadIdx.x;
+            const bool mine = i < cols;
+            const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f), one = make_float4(1.0f, 1.0f, 1.0f, 1.0f);
+            const float4 v = mine ? *reinterpret_cast<const float4*>(from + i) : zero;
+            const float4 m = mine && w ? *reinterpret_cast<const float4*>(w + i) : one;
+            const float4 r = mine && add ? *reinterpret_cast<const float4*>(add + i) : zero;
+            const float sum = block_sum(fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, fmaf(v.w, v.w, 0.0f)))));
+            const float factor = scale / sqrtf(sum / float(cols) + eps);
+            float4 y = make_float4(v.x * factor, v.y * factor, v.z * factor, v.w * factor);
+            if (w) y = make_float4(y.x * m.x, y.y * m.y, y.z * m.z, y.w * m.w);
+            if (add) y = make_float4(y.x + r.x, y.y + r.y, y.z + r.z, y.w + r.w);
+            if (mine) *reinterpret_cast<float4*>(to + i) = make_float4(y.x * gain, y.y * gain, y.z * gain, y.w * gain);
+            continue;
+        }
         float sum = 0.0f;
         for (u32 i = 4 * threadIdx.x; i < whole; i += 4 * threads) {
             const float4 v = *reinterpret_cast<const float4*>(from + i);

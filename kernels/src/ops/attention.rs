@@ -90,12 +90,13 @@ impl Op for Attention {
     }
 
     fn call(&self) -> Call {
-        // A block takes up to eight rows (heads of a group, of as many tokens) of one key head.
-        const ROWS: usize = 8;
+        // A block takes up to eight rows (heads of a group, of as many tokens) of one key head; four of a single token, since
+        // there are fewer blocks then than places for them.
+        let most_rows: usize = if self.q.dim(0) == 1 { 4 } else { 8 };
         let (tokens, kv_heads) = (self.q.dim(0), self.k.dim(1));
         let group = self.q.dim(1) / kv_heads;
-        let parts = group.div_ceil(ROWS);
-        let tokens_of_block = ROWS / group.div_ceil(parts);
+        let parts = group.div_ceil(most_rows);
+        let tokens_of_block = most_rows / group.div_ceil(parts);
         let narrow = |n: usize| u32::try_from(n).unwrap_or(u32::MAX).min(65535);
         let mut call = Call::new(tokens.div_ceil(tokens_of_block));
         call.config.grid[1..].copy_from_slice(&[narrow(kv_heads), narrow(parts)]);
