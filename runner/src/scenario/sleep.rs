@@ -51,6 +51,9 @@ fn is_asleep(ran: &Run) -> bool {
 fn wake(story: &mut Story) -> Told {
     let stage = Stage::new(story)?;
     let page = stage.page_words();
+    // A device with its code loaded, and nothing else yet.
+    let free = || stage.dynamic().mem_info().map(|info| info.free_bytes);
+    let empty = free()?;
     let (input, out) = (stage.state(2 * page)?, stage.state(2 * page)?);
     let weights = stage.pool.alloc_for::<u32>(3 * page, Purpose::Weight, &stage.stream)?;
     let loaded = stage.fill(&weights, 1000)?;
@@ -70,6 +73,8 @@ fn wake(story: &mut Story) -> Told {
         let live = stage.live();
         story.check("device memory, mappings", (0, 0), (live.used_bytes, live.mappings));
         story.check("bytes reserved", 0, stage.pool.stats().reserved_bytes.current);
+        let taken = empty.saturating_sub(free()?);
+        story.holds("the device has all but 16 MiB of what it had before the first allocation", taken <= 16 << 20);
         let refused = stage.pool.alloc::<u32>(1, &stage.stream);
         story.holds(
             "an allocation is refused, typed",
