@@ -105,6 +105,15 @@ enum Loss {
     Kept,
 }
 
+impl Loss {
+    fn word(self) -> &'static str {
+        match self {
+            Self::Freed => "freed",
+            Self::Unmapped | Self::Kept => "unmapped",
+        }
+    }
+}
+
 /// The account.
 #[derive(Debug, Default)]
 pub(crate) struct Ledger {
@@ -329,7 +338,8 @@ impl Ledger {
                 range.unbacked = true;
                 let pages_are_enough = range.owner.is_none_or(|owner| owner.scratch) || how == Loss::Kept;
                 if how == Loss::Freed || !pages_are_enough {
-                    exec.bad.get_or_insert_with(|| format!("{} bytes at {:#x} were {how:?}", range.bytes, range.at));
+                    exec.bad
+                        .get_or_insert_with(|| format!("{} bytes at {:#x} were {}", range.bytes, range.at, how.word()));
                 }
             }
             self.seen.stale += u64::from(hit && was_good);
