@@ -5,6 +5,7 @@
 EVG_KERNEL(attention_scores, EVG_BOUNDS(256))(const char* q, u64 q_stride, u64 q_head, const char* k, u64 k_stride, u64 k_head, u32 ty,
     const char* positions, char* scores, u64 s_stride, u64 s_head, u32 tokens, u32 heads, u32 kv_heads, u32 d, u32 capacity, u32 window,
     float scale) {
+    evg_begin();
     for (u64 row = blockIdx.x; row < u64(tokens) * heads; row += gridDim.x) {
         const u32 t = u32(row / heads), h = u32(row % heads), end = u32(at<int>(positions, 0)[t]) + 1;
         if (end - 1 >= capacity) evg_fault("position outside the cache");

@@ -45,6 +45,15 @@ typedef long long i64;
 #endif
 
 #define EVG_DEVICE __device__ __forceinline__
+// The first thing in every kernel of an op. It may have been launched before the kernel before it has ended, so that its blocks
+// take their places meanwhile: here it waits until that one is over and all that it wrote is to be seen. Then the next
+// kernel may come, which waits likewise.
+EVG_DEVICE void evg_begin() {
+#if !defined(EVG_EMULATED) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 // For what is called from many places and large.
 #ifdef EVG_EMULATED
 #define EVG_NOINLINE __attribute__((noinline))

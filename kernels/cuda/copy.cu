@@ -15,6 +15,7 @@ static EVG_DEVICE float widen(const char* src, u32 ty, u32 i) {
 // dst = src over [a, b, cols]: float types in any combination, or elements of 1, 2, 4 or 8 bytes as they are.
 EVG_KERNEL(copy, EVG_BOUNDS(256))(const char* src, u32 src_ty, u64 src_outer, u64 src_inner, char* dst, u32 dst_ty, u64 dst_outer,
     u64 dst_inner, u32 outer, u32 inner, u32 cols) {
+    evg_begin();
     const u32 pieces = ceil_div(cols, PIECE);
     for (u64 item = blockIdx.x; item < u64(outer) * inner * pieces; item += gridDim.x) {
         const u32 first = u32(item % pieces) * PIECE, end = min_u32(cols, first + PIECE);

@@ -59,6 +59,7 @@ EVG_DEVICE void multiply_experts(Matrix a, u32 experts, const int* ids, u32 slot
 EVG_KERNEL(expert_matmul_tiled_f32, EVG_BOUNDS(TILE_THREADS))
 (const u8* w, u32 type, u32 experts, u32 out, u32 in, const int* ids, u32 tokens, u32 used, const char* x, u64 x_stride0,
  u64 x_stride1, char* y, u64 y_stride0, u64 y_stride1, const char*, u64, u64) {
+    evg_begin();
     EVG_DYNAMIC_SHARED(u32, buffers);
     const SlotRows rows = {nullptr, used, x, {x_stride0, x_stride1}, nullptr, {0, 0}, y, {y_stride0, y_stride1}};
     multiply_experts<FloatTile>(matrix(w, type, out, in), experts, ids, tokens * used, rows, buffers);
@@ -67,6 +68,7 @@ EVG_KERNEL(expert_matmul_tiled_f32, EVG_BOUNDS(TILE_THREADS))
 EVG_KERNEL(expert_matmul_tiled_q8, EVG_BOUNDS(TILE_THREADS))
 (const u8* w, u32 type, u32 experts, u32 out, u32 in, const int* ids, u32 tokens, u32 used, const char* x, u64 x_stride0,
  u64 x_stride1, char* y, u64 y_stride0, u64 y_stride1, const char* scales, u64 scales_stride0, u64 scales_stride1) {
+    evg_begin();
     EVG_DYNAMIC_SHARED(u32, buffers);
     const SlotRows rows = {nullptr, used, x,  {x_stride0, x_stride1}, scales, {scales_stride0, scales_stride1},
                            y,       {y_stride0, y_stride1}};

@@ -13,7 +13,7 @@ EVG_DEVICE const u8* expert_of_slot(const u8* w, const int* ids, u32 experts, u6
 #define EXPERT_MATVEC(FORM, NAME, BLOCK, BYTES, ...)                                                                     \
     EVG_KERNEL(expert_matvec_##FORM##_##NAME, EVG_BOUNDS(MATVEC_THREADS))                                                \
     (const u8* w, u32, u32 experts, u32 out, u32 in, const int* ids, u32, u32 used, const char* x, u64 x_stride0,         \
-     u64 x_stride1, char* y, u64 y_stride0, u64 y_stride1, const char* scales, u64 scales_stride0, u64 scales_stride1) {  \
+     u64 x_stride1, char* y, u64 y_stride0, u64 y_stride1, const char* scales, u64 scales_stride0, u64 scales_stride1) { evg_begin();  \
         const u32 t = blockIdx.y / used, k = blockIdx.y % used;                                                          \
         const Rows rows = {x + t * x_stride0 + k * x_stride1, 0, scales + t * scales_stride0 + k * scales_stride1, 0};    \
         w = expert_of_slot(w, ids, experts, u64(out) * (in / BLOCK) * BYTES);                                            \

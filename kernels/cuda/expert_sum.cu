@@ -6,6 +6,7 @@
 // out[t] = residual[t] + sum over k of weights[t, k] * scale[ids[t, k]] * y[t, k], in the order of k.
 EVG_KERNEL(expert_sum, EVG_BOUNDS(256))(const char* y, u64 y_stride, u64 y_slot, const char* weights, const char* scale, const char* ids,
     u32 experts, const char* residual, u64 residual_stride, char* out, u64 out_stride, u32 tokens, u32 used, u32 cols) {
+    evg_begin();
     __shared__ float shared[MOST_USED];
     const u32 pieces = ceil_div(cols, PIECE);
     const bool scaled = scale && ids, few = used <= MOST_USED;

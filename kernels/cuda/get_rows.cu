@@ -3,6 +3,7 @@
 
 EVG_KERNEL(get_rows, EVG_BOUNDS(256))
 (const u8* table, u32 type, u32 count, u32 cols, u64 stride, const int* ids, char* out, u32 tokens, u64 out_stride, float scale) {
+    evg_begin();
     u32 elements, bytes;
     block_shape(type, elements, bytes);
     for (u64 t = blockIdx.x; t < tokens; t += gridDim.x) {

@@ -6,6 +6,7 @@ static EVG_DEVICE float clamp(float x, float limit) { return x > limit ? limit :
 // out = act(gate) * up over [tokens, slots, cols]; the gate is cut at `limit` from above, `up` on both sides.
 EVG_KERNEL(glu, EVG_BOUNDS(256))(const char* gate, u64 gate_stride, u64 gate_slot, const char* up, u64 up_stride, u64 up_slot, char* out,
     u64 out_stride, u64 out_slot, u32 tokens, u32 slots, u32 cols, u32 activation, float limit) {
+    evg_begin();
     const Row3 g = {gate, gate_stride, gate_slot}, u = {up, up_stride, up_slot}, o = {out, out_stride, out_slot};
     const bool cut = limit < infinity();
     if (activation == 0) {

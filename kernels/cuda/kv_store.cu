@@ -16,6 +16,7 @@ template <class T> static EVG_DEVICE void store(const char* src, u64 src_head, c
 // cache[positions[t]] = src[t], converted. Blocks take pieces of a token's heads * cols elements.
 EVG_KERNEL(kv_store, EVG_BOUNDS(256))(const char* src, u64 src_stride, u64 src_head, const char* positions, char* cache, u32 ty, u32 capacity,
     u64 cache_stride, u64 cache_head, u32 tokens, u32 heads, u32 cols, u32 ring) {
+    evg_begin();
     const u32 elements = heads * cols, pieces = ceil_div(elements, PIECE);
     for (u64 item = blockIdx.x; item < u64(tokens) * pieces; item += gridDim.x) {
         const u32 t = u32(item / pieces), first = u32(item % pieces) * PIECE, end = min_u32(elements, first + PIECE);

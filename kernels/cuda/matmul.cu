@@ -21,6 +21,7 @@ template <class Tile> EVG_DEVICE void multiply_tokens(const Matrix& a, const Tok
 
 EVG_KERNEL(matmul_tiled_f32, EVG_BOUNDS(TILE_THREADS))
 (const u8* w, u32 type, u32 out, u32 in, const char* x, u32 tokens, u64 x_stride, char* y, u64 y_stride, const char*, u64) {
+    evg_begin();
     EVG_DYNAMIC_SHARED(u32, buffers);
     const TokenRows rows = {{x, x_stride, nullptr, 0}, y, y_stride};
     multiply_tokens<FloatTile>(matrix(w, type, out, in), rows, tokens, buffers);
@@ -29,6 +30,7 @@ EVG_KERNEL(matmul_tiled_f32, EVG_BOUNDS(TILE_THREADS))
 EVG_KERNEL(matmul_tiled_q8, EVG_BOUNDS(TILE_THREADS))
 (const u8* w, u32 type, u32 out, u32 in, const char* x, u32 tokens, u64 x_stride, char* y, u64 y_stride, const char* scales,
  u64 scales_stride) {
+    evg_begin();
     EVG_DYNAMIC_SHARED(u32, buffers);
     const TokenRows rows = {{x, x_stride, scales, scales_stride}, y, y_stride};
     multiply_tokens<EightTile>(matrix(w, type, out, in), rows, tokens, buffers);

@@ -4,7 +4,7 @@
 
 #define MATVEC(TOKENS, NAME, ...)                                                                                      \
     EVG_KERNEL(matvec_f32_t##TOKENS##_##NAME, EVG_BOUNDS(MATVEC_THREADS))                                               \
-    (const u8* w, u32, u32 out, u32 in, const char* x, u32 tokens, u64 x_stride, char* y, u64 y_stride, const char*, u64) { \
+    (const u8* w, u32, u32 out, u32 in, const char* x, u32 tokens, u64 x_stride, char* y, u64 y_stride, const char*, u64) { evg_begin(); \
         const u32 first = blockIdx.y * TOKENS;                                                                         \
         const Rows rows = {x + first * x_stride, x_stride, nullptr, 0};                                                \
         __VA_ARGS__::run(w, out, in, rows, min_u32(tokens - first, TOKENS), y + first * y_stride, y_stride);           \

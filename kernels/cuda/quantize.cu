@@ -6,6 +6,7 @@ EVG_DEVICE float greater(float a, float most) { return most < a || a != a ? a : 
 
 EVG_KERNEL(quantize, EVG_BOUNDS(256))
 (const char* x, u64 x_stride, char* q, u64 q_stride, char* scales, u64 scales_stride, u32 tokens, u32 in) {
+    evg_begin();
     const u32 lane = threadIdx.x % 32, units = in / 32;
     const u64 all = u64(tokens) * units;
     for (u64 i = u64(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32; i < all; i += u64(gridDim.x) * (blockDim.x / 32)) {

@@ -5,6 +5,7 @@
 EVG_KERNEL(rms_norm, EVG_BOUNDS(1024))(const char* x, const char* weight, const char* residual, char* out, u32 tokens, u32 heads, u32 cols,
     u64 x_stride, u64 x_head, u64 residual_stride, u64 residual_head, u64 out_stride, u64 out_head, float eps, float scale,
     float gain) {
+    evg_begin();
     const u32 threads = block_threads();
     for (u64 row = blockIdx.x; row < u64(tokens) * heads; row += gridDim.x) {
         const u32 t = u32(row / heads), h = u32(row % heads);

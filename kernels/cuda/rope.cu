@@ -7,6 +7,7 @@
 EVG_KERNEL(rope, EVG_BOUNDS(256))(const char* x, u64 x_stride, u64 x_head, const char* positions, char* out, u64 out_stride, u64 out_head,
     u32 tokens, u32 heads, u32 cols, u32 interleaved, u32 inverse, float base, float scale, const char* factors, float yarn_factor,
     u32 original, float beta_fast, float beta_slow) {
+    evg_begin();
     __shared__ float sines[PAIRS], cosines[PAIRS];
     const u32 pairs = cols / 2, threads = block_threads();
     double low = 0.0, high = 0.0;

@@ -19,6 +19,7 @@ static EVG_DEVICE u32 best_of(const float* ranks, u32 count) {
 // experts and the sums of the groups.
 EVG_KERNEL(router, EVG_BOUNDS(32))(const char* logits, u64 stride, const char* bias, char* ids, char* weights, u32 tokens, u32 experts, u32 used,
     u32 scoring, u32 groups, u32 groups_used, u32 norm, float scale) {
+    evg_begin();
     EVG_DYNAMIC_SHARED(float, scores);
     float *ranks = scores + experts, *sums = ranks + experts;
     const u32 lane = lane_id(), size = experts / groups;

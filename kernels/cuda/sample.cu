@@ -325,6 +325,7 @@ static EVG_NOINLINE u32 draw(const Vocabulary& v, Scratch& s, const State& state
 }
 
 EVG_KERNEL(sample, EVG_BOUNDS(1024))(const char* logits, u32 vocabulary, char* state_at, char* recent, u32 ring, char* token) {
+    evg_begin();
     __shared__ Scratch s;
     if (block_threads() != THREADS) evg_fault("launched with another number of threads");
     State* const stored = at<State>(state_at, 0);

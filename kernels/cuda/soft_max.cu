@@ -4,6 +4,7 @@
 // each thread works on its own columns.
 EVG_KERNEL(soft_max, EVG_BOUNDS(1024))(const char* x, u64 x_stride, u64 x_head, char* out, u64 out_stride, u64 out_head, u32 tokens, u32 heads,
     u32 cols) {
+    evg_begin();
     const u32 threads = block_threads();
     for (u64 row = blockIdx.x; row < u64(tokens) * heads; row += gridDim.x) {
         const u32 t = u32(row / heads), h = u32(row % heads);

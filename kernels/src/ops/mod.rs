@@ -110,10 +110,17 @@ pub trait Op: Debug + Send + Sync {
 
 /// Launches an op's kernels.
 fn enqueue(op: &(impl Op + ?Sized), kernels: &Kernels, stream: StreamHandle) -> Result<(), KernelError> {
-    for launch in op.launches(kernels.device()) {
+    for mut launch in op.launches(kernels.device()) {
+        // Kernels of ops wait for the one before them by themselves (`evg_begin`), where the device can.
+        launch.config.programmatic = overlaps(kernels.device());
         kernels.launch(launch.kernel, &launch.config, launch.args.as_bytes(), stream)?;
     }
     Ok(())
+}
+
+/// Whether a kernel may take its place before the one before it has ended.
+fn overlaps(device: &DeviceInfo) -> bool {
+    device.backend == "cuda" && device.compute_capability.0 >= 9
 }
 
 /// One kernel launch.
