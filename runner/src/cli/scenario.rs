@@ -45,6 +45,12 @@ pub(super) fn run(flags: &Flags, out: &mut Output) -> Result<()> {
     if chosen.is_empty() {
         return Err(Error::argument("scenario", "list, all or a name from `evergraph scenario list`", &flags.name));
     }
+    if let (false, [scenario], Some(asked)) = (all, chosen.as_slice(), flags.pool.map(mode))
+        && !scenario.modes.contains(&asked)
+    {
+        let modes: Vec<String> = scenario.modes.iter().map(ToString::to_string).collect();
+        return Err(Error::argument("--pool", format!("{}, which {} is about", modes.join(" or "), flags.name), asked));
+    }
     let device = choose(flags.device.as_deref())?;
     if flags.as_child {
         let telling = chosen.first().and_then(|s| Some(scenario::tell_on(s, flags.pool.map(mode)?, &device)));
@@ -53,7 +59,7 @@ pub(super) fn run(flags: &Flags, out: &mut Output) -> Result<()> {
     out.line(format!("device: {device}\n"))?;
     let (mut told, mut failed, mut skipped) = (Vec::new(), Vec::new(), 0);
     for scenario in chosen {
-        for mode in modes(scenario, flags.pool, all) {
+        for mode in modes(scenario, flags.pool) {
             let apart = scenario.deadly && !device.is_host();
             let telling =
                 if apart { in_a_child(scenario, mode, &device) } else { scenario::tell_on(scenario, mode, &device) };
@@ -106,13 +112,10 @@ fn tell_apart(scenario: &Scenario, mode: PoolMode, device: &Device) -> std::resu
     telling.map_err(|_| format!("it ended with {status} and said: {} {}", text.trim(), talk.trim()))
 }
 
-/// The pools to tell it with. A name and a pool that were both asked for are told, whatever the scenario lists.
-fn modes(scenario: &scenario::Scenario, asked: Option<PoolChoice>, all: bool) -> Vec<PoolMode> {
-    match asked.map(mode) {
-        None => scenario.modes.to_vec(),
-        Some(mode) if !all || scenario.modes.contains(&mode) => vec![mode],
-        Some(_) => Vec::new(),
-    }
+/// The pools to tell it with.
+fn modes(scenario: &scenario::Scenario, asked: Option<PoolChoice>) -> Vec<PoolMode> {
+    let told = |known: &PoolMode| asked.is_none_or(|asked| mode(asked) == *known);
+    scenario.modes.iter().copied().filter(told).collect()
 }
 
 pub(super) fn mode(choice: PoolChoice) -> PoolMode {

@@ -62,6 +62,14 @@ pub(super) fn file(
     if path.is_dir() {
         return Err(Error::argument("-o", "the name of a file", format!("the folder {}", path.display())));
     }
+    // A device or a pipe would be replaced by a file of its name.
+    if path.symlink_metadata().is_ok_and(|found| !found.is_file()) {
+        return Err(Error::argument(
+            "-o",
+            "a new file, or one to replace",
+            format!("{}, which is no file", path.display()),
+        ));
+    }
     let mut beside = name.to_owned();
     beside.push(format!(".{}.part", std::process::id()));
     let beside = path.with_file_name(beside);
