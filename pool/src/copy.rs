@@ -31,50 +31,27 @@ mod sealed {
     impl<T: super::Element> Sealed for super::Output<T> {}
 }
 
-impl<T: Element> Elements<T> for DeviceSlice<T> {
-    fn start(&self) -> DevicePtr {
-        self.ptr()
-    }
-    fn count(&self) -> usize {
-        self.len()
-    }
-    fn record(&self, stream: &Stream) -> Result<(), PoolError> {
-        self.record_stream(stream)
-    }
-    fn awake(&self, what: &'static str) -> Result<Awake, PoolError> {
-        self.hold_awake(what)
-    }
+/// The three kinds say the same by methods of their own.
+macro_rules! elements {
+    ($($kind:ident)*) => {$(
+        impl<T: Element> Elements<T> for $kind<T> {
+            fn start(&self) -> DevicePtr {
+                self.ptr()
+            }
+            fn count(&self) -> usize {
+                self.len()
+            }
+            fn record(&self, stream: &Stream) -> Result<(), PoolError> {
+                self.record_stream(stream)
+            }
+            fn awake(&self, what: &'static str) -> Result<Awake, PoolError> {
+                self.hold_awake(what)
+            }
+        }
+    )*};
 }
 
-impl<T: Element> Elements<T> for GrowableSlice<T> {
-    fn start(&self) -> DevicePtr {
-        self.ptr()
-    }
-    fn count(&self) -> usize {
-        self.len()
-    }
-    fn record(&self, stream: &Stream) -> Result<(), PoolError> {
-        self.record_stream(stream)
-    }
-    fn awake(&self, what: &'static str) -> Result<Awake, PoolError> {
-        self.hold_awake(what)
-    }
-}
-
-impl<T: Element> Elements<T> for Output<T> {
-    fn start(&self) -> DevicePtr {
-        self.ptr()
-    }
-    fn count(&self) -> usize {
-        self.len()
-    }
-    fn record(&self, stream: &Stream) -> Result<(), PoolError> {
-        self.record_stream(stream)
-    }
-    fn awake(&self, what: &'static str) -> Result<Awake, PoolError> {
-        self.hold_awake(what)
-    }
-}
+elements!(DeviceSlice GrowableSlice Output);
 
 impl Stream {
     /// Copies `data` into the start of `dst` and waits for it.

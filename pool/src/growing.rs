@@ -27,7 +27,6 @@ use crate::retire::Victim;
 use crate::shared::{Cold, Notices, Shared};
 use crate::slice::Raw;
 use crate::state::{Home, NONE, State};
-use crate::victims::Need;
 use crate::{AllocationId, Awake, Element, PoolError, Purpose, Stream, Token, Tracked, mutant};
 
 /// How much of a growable slice may be touched now, bytes. Shared with the graphs that depend on it.
@@ -400,17 +399,7 @@ impl Shared {
                     Err(error) => short(error, lack.max(self.chunk_bytes)),
                 },
             };
-            let (short_bytes, driver) = match shortage {
-                Short::Limit(over) => (over, None),
-                Short::Driver(error, bytes) => (bytes, Some(error)),
-                Short::Slots => (bytes, None),
-                Short::Fail(error) => return Err(error),
-            };
-            let need = Need { short_bytes, request: None, keep: None };
-            if !self.relieve(cold, &need, notices)? {
-                let purpose = Purpose::ALL[home.heap.min(2)];
-                return Err(self.out_of_memory(bytes as usize, purpose, driver));
-            }
+            self.make_room(cold, shortage, bytes, home.heap, None, notices)?;
         }
     }
 

@@ -8,8 +8,7 @@ use crate::growth::{Short, short};
 use crate::register::judge;
 use crate::shared::{Cold, Notices, Shared};
 use crate::state::Home;
-use crate::victims::Need;
-use crate::{Bad, BadReason, PoolError, Purpose, Reback, Stale};
+use crate::{Bad, BadReason, PoolError, Reback, Stale};
 
 /// A block whose pages are missing.
 struct Hole {
@@ -104,17 +103,7 @@ impl Shared {
                     Err(error) => short(error, lack.max(self.chunk_bytes)),
                 },
             };
-            let (short_bytes, driver) = match shortage {
-                Short::Limit(over) => (over, None),
-                Short::Driver(error, bytes) => (bytes, Some(error)),
-                Short::Slots => (bytes, None),
-                Short::Fail(error) => return Err(error),
-            };
-            let need = Need { short_bytes, request: None, keep: Some(graph) };
-            if !self.relieve(cold, &need, notices)? {
-                let purpose = Purpose::ALL[hole.home.heap.min(2)];
-                return Err(self.out_of_memory(bytes as usize, purpose, driver));
-            }
+            self.make_room(cold, shortage, bytes, hole.home.heap, Some(graph), notices)?;
         }
         let mut state = self.lock();
         if let Some(record) = state.records.get_mut(hole.record) {

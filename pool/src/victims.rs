@@ -16,6 +16,7 @@ use std::ops::Range;
 use crate::alloc::{GRANULE_BYTES, keeps_addresses};
 use crate::core::{BlockState, Request, SegmentKey};
 use crate::give_back::{Parcel, Reason};
+use crate::growth::Short;
 use crate::handshake::Patience;
 use crate::shared::{Cold, Notices, Shared};
 use crate::state::{Home, NONE, Record, Standing, State};
@@ -67,6 +68,33 @@ impl Shared {
             }
         }
         Ok(false)
+    }
+
+    /// Makes room for pages under a place that has its addresses already, after `bytes` bytes of them fell short. The
+    /// graph `keep` does not pay.
+    ///
+    /// # Errors
+    /// What it fell short of, if that was no lack of memory; `OutOfMemory` if nobody has anything left to give.
+    pub(crate) fn make_room(
+        &self,
+        cold: &Cold<'_>,
+        shortage: Short,
+        bytes: u64,
+        heap: usize,
+        keep: Option<usize>,
+        notices: &mut Notices,
+    ) -> Result<(), PoolError> {
+        let (short_bytes, driver) = match shortage {
+            Short::Limit(over) => (over, None),
+            Short::Driver(error, bytes) => (bytes, Some(error)),
+            Short::Slots => (bytes, None),
+            Short::Fail(error) => return Err(error),
+        };
+        if self.relieve(cold, &Need { short_bytes, request: None, keep }, notices)? {
+            return Ok(());
+        }
+        let purpose = Purpose::ALL[heap.min(Purpose::ALL.len() - 1)];
+        Err(self.out_of_memory(bytes as usize, purpose, driver))
     }
 
     /// Whether giving could help at all: memory is not flushed for a request that can never fit.

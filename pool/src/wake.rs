@@ -7,7 +7,6 @@ use crate::kept::Saved;
 use crate::shared::{Cold, Notices, Shared};
 use crate::sleep::{Chunks, chunks_in, heaps};
 use crate::state::{Backing, State};
-use crate::victims::Need;
 use crate::{PoolError, Purpose, mutant};
 
 impl Shared {
@@ -80,15 +79,7 @@ impl Shared {
                     Err(error) => short(error, lack.max(self.chunk_bytes)),
                 },
             };
-            let (short_bytes, driver) = match shortage {
-                Short::Limit(over) => (over, None),
-                Short::Driver(error, bytes) => (bytes, Some(error)),
-                Short::Slots => (bytes, None),
-                Short::Fail(error) => return Err(error),
-            };
-            if !self.relieve(cold, &Need { short_bytes, request: None, keep: None }, notices)? {
-                return Err(self.out_of_memory(bytes as usize, Purpose::ALL[heap], driver));
-            }
+            self.make_room(cold, shortage, bytes, heap, None, notices)?;
         }
     }
 
