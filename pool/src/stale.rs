@@ -37,7 +37,7 @@ impl fmt::Display for BadReason {
             Self::Retiring => "it is being retired",
             Self::Reissued => "its memory belongs to another allocation now",
             Self::GivenBack => "its memory went back to the driver",
-            Self::Unbacked => "its pages went back to the driver",
+            Self::Unbacked => "its pages were taken",
             Self::Rebacked => "other pages came under it",
             Self::ContentLost => "its content was lost",
             Self::Asleep => "it is asleep",

@@ -93,7 +93,7 @@ impl<'a> Account<'a> {
     pub(super) fn blows(&mut self, blows: Vec<Blow>, during: Option<u64>) -> Result<()> {
         for blow in blows.into_iter().filter(|blow| !blow.keys.is_empty()) {
             let what = match blow.cause {
-                Cause::Unbacked => "memory is short: pages go back to the driver",
+                Cause::Unbacked => "memory is short: pages go where they are needed",
                 Cause::Freed => "memory is short: slabs go back to the driver",
                 Cause::Reissued => "memory changes hands",
             };
