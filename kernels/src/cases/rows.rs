@@ -51,7 +51,9 @@ fn norms() -> Vec<Case> {
     }
     list.push(Case::new("rms_norm", "per head, in place, without weight", 2e-6, |t| {
         let x = t.strided_noise(&[5, 6, 40], 4, 12)?;
-        Ok(Box::new(RmsNorm { out: x.clone(), x, weight: None, residual: None, eps: 1e-6, scale: 1.0, gain: 1.0 }))
+        let out = Some(x.clone());
+        let (weight, residual, codes) = (None, None, None);
+        Ok(Box::new(RmsNorm { x, weight, residual, out, codes, eps: 1e-6, scale: 1.0, gain: 1.0 }))
     }));
     list.push(Case::new("rms_norm", "zeros, huge and tiny rows", 2e-6, |t| {
         let mut x = vec![0.0; 4 * 100];
@@ -61,7 +63,49 @@ fn norms() -> Vec<Case> {
         let (x, weight, out) = (t.floats(&[4, 100], &x)?, t.noise(&[100])?, t.output(&[4, 100])?);
         Ok(Box::new(RmsNorm::new(x, weight, out, 1e-6)))
     }));
+    norms_to_codes(&mut list);
     list
+}
+
+/// Inputs whose sums are exact in any order: what is rounded to codes is the same everywhere, to the bit.
+fn norms_to_codes(list: &mut Vec<Case>) {
+    let whole = |x: Vec<f32>, most: f32| x.iter().map(|x| (x * most).round()).collect::<Vec<_>>();
+    // Rows in registers and in turns, ends within a warp.
+    for [tokens, cols] in [[1, 32], [3, 96], [1, 2816], [2, 4128], [5, 8192]] {
+        // Columns at 16 bytes, or not.
+        for start in [0, 1] {
+            let name = format!("{tokens}x{cols} to codes{}", if start == 0 { "" } else { ", unaligned" });
+            list.push(Case::new("rms_norm", &name, EXACT, move |t| {
+                let x = whole(t.random(tokens * cols), 8.0);
+                let (x, weight) = (t.strided(&[tokens, cols], &x, start, 4)?, t.noise(&[cols])?);
+                let codes = Some(t.codes(&[tokens, cols], start)?);
+                Ok(Box::new(RmsNorm { out: None, codes, ..RmsNorm::new(x.clone(), weight, x, 1e-6) }))
+            }));
+            list.push(Case::new("rms_norm", format!("{name} and onto the residual"), EXACT, move |t| {
+                // The mean square is 1.
+                let x: Vec<f32> = t.random(tokens * cols).iter().map(|x| x.signum()).collect();
+                let small = |x| whole(x, 64.0).iter().map(|x| x / 64.0).collect::<Vec<_>>();
+                let (h, weight) = (small(t.random(tokens * cols)), small(t.random(cols)));
+                let (h, x) = (t.strided(&[tokens, cols], &h, start, 4)?, t.floats(&[tokens, cols], &x)?);
+                let weight = t.floats(&[cols], &weight)?;
+                let codes = Some(t.codes(&[tokens, cols], 0)?);
+                Ok(Box::new(RmsNorm { scale: 0.5, gain: -1.25, codes, ..RmsNorm::add_to(h, x, weight, 1e-9) }))
+            }));
+        }
+    }
+    list.push(Case::new("rms_norm", "per head, in place and to codes", EXACT, move |t| {
+        let x = whole(t.random(5 * 6 * 64), 8.0);
+        let (x, weight) = (t.strided(&[5, 6, 64], &x, 4, 12)?, t.noise(&[64])?);
+        let codes = Some(t.codes(&[5, 6, 64], 3)?);
+        Ok(Box::new(RmsNorm { codes, ..RmsNorm::new(x.clone(), weight, x, 1e-6) }))
+    }));
+    list.push(Case::new("rms_norm", "zeros, infinities and NaN to codes", EXACT, |t| {
+        let mut x = vec![0.0; 4 * 64];
+        (x[70], x[130], x[131], x[200]) = (f32::NAN, f32::INFINITY, 1.0, -1e30);
+        let (x, weight) = (t.floats(&[4, 64], &x)?, t.noise(&[64])?);
+        let codes = Some(t.codes(&[4, 64], 0)?);
+        Ok(Box::new(RmsNorm { out: None, codes, ..RmsNorm::new(x.clone(), weight, x, 1e-6) }))
+    }));
 }
 
 fn ropes() -> Vec<Case> {

@@ -6,7 +6,7 @@ use evergraph_pool::driver::DevicePtr;
 
 use super::Bench;
 use crate::KernelError;
-use crate::ops::{Root, TensorView};
+use crate::ops::{Codes, Quantize, Root, TensorView};
 use crate::quant::{QuantType, quantize};
 
 /// Bytes before and after every tensor that nobody may touch. As floats they are NaN.
@@ -139,6 +139,19 @@ impl<'b> Tensors<'b> {
         gap: usize,
     ) -> Result<TensorView, KernelError> {
         self.strided(shape, &vec![f32::NAN; shape.iter().product()], start, gap)
+    }
+
+    /// Codes for something of this shape, to be written, with gaps between rows; codes start `start` bytes into theirs.
+    pub(crate) fn codes(&mut self, shape: &[usize], start: usize) -> Result<Codes, KernelError> {
+        let last = shape.len() - 1;
+        let (cols, groups) = (shape[last], shape[last] / Quantize::GROUP);
+        let (mut wide, mut wide_scales) = (shape.to_vec(), shape.to_vec());
+        wide[last] = cols + 4;
+        wide_scales[last] = groups + 1;
+        wide_scales.push(2);
+        let q = self.bytes(QuantType::I8, &wide, &vec![0x55; wide.iter().product()])?.narrow(last, start, cols)?;
+        let scales = self.output(&wide_scales)?.narrow(last, 1, groups)?;
+        Ok(Codes { q, scales })
     }
 
     /// Copies all contents back from the device.

@@ -6,6 +6,7 @@ use evergraph_pool::driver::host::KernelContext;
 
 use super::math::exp;
 use super::parallel;
+use super::quantize::CodeRows;
 use super::simd::{Level, per_level};
 use super::span::{Reader, Rows};
 
@@ -109,25 +110,32 @@ pub(super) fn glu(ctx: &KernelContext<'_>) -> Result<(), Fault> {
     let mut a = Reader::new(ctx);
     let (gate, gate_strides) = (a.ptr()?, [a.stride()?, a.stride()?]);
     let (up, up_strides) = (a.ptr()?, [a.stride()?, a.stride()?]);
-    let (out, out_strides) = (a.ptr()?, [a.stride()?, a.stride()?]);
+    let (out, out_strides) = (a.optional()?, [a.stride()?, a.stride()?]);
     let (tokens, slots, cols) = (a.dim()?, a.dim()?, a.dim()?);
     let (activation, limit) = (a.dim()?, a.float()?);
     let dims = [tokens, slots];
+    let codes = CodeRows::next(&mut a, ctx, dims, cols)?;
     let gate = Rows::<f32>::read3(ctx, gate, dims, cols, gate_strides)?;
     let up = Rows::<f32>::read3(ctx, up, dims, cols, up_strides)?;
-    let out = Rows::<f32>::write3(ctx, out, dims, cols, out_strides)?;
-    let (in_place, level) = (gate.in_place(&out), Level::current());
+    let out = out.map(|out| Rows::<f32>::write3(ctx, out, dims, cols, out_strides)).transpose()?;
+    let (in_place, level) = (out.is_some_and(|out| gate.in_place(&out)), Level::current());
     let f = if activation == 0 { geglu_row } else { swiglu_row };
     parallel::each(tokens * slots, 4 * cols, |i| {
         let (t, s) = (i / slots, i % slots);
-        // SAFETY: as in `binary`.
+        // Where only codes are asked for, the floats are this thread's own.
+        let mut own = if out.is_some() { Vec::new() } else { super::scratch(cols) };
+        // SAFETY: as in `binary`; codes are apart from everything else.
         unsafe {
-            let out = out.row_mut(t, s);
+            let row = out.as_ref().map_or(own.as_mut_slice(), |out| out.row_mut(t, s));
             if !in_place {
-                out.copy_from_slice(gate.row(t, s));
+                row.copy_from_slice(gate.row(t, s));
             }
-            f(level, up.row(t, s), limit, out);
+            f(level, up.row(t, s), limit, row);
+            if let Some(codes) = &codes {
+                codes.write(level, t, s, row);
+            }
         }
+        super::give_back(own);
     });
     Ok(())
 }

@@ -5,23 +5,25 @@ use evergraph_pool::driver::host::KernelContext;
 
 use super::math::dot;
 use super::parallel;
+use super::quantize::CodeRows;
 use super::simd::{Level, per_level};
 use super::span::{Reader, Rows};
 
 /// `rms_norm`.
 pub(super) fn rms_norm(ctx: &KernelContext<'_>) -> Result<(), Fault> {
     let mut a = Reader::new(ctx);
-    let (x, weight, residual, out) = (a.ptr()?, a.optional()?, a.optional()?, a.ptr()?);
+    let (x, weight, residual, out) = (a.ptr()?, a.optional()?, a.optional()?, a.optional()?);
     let (tokens, heads, cols) = (a.dim()?, a.dim()?, a.dim()?);
     let x_strides = [a.stride()?, a.stride()?];
     let residual_strides = [a.stride()?, a.stride()?];
     let out_strides = [a.stride()?, a.stride()?];
-    let (eps, scale, gain) = (a.float()?, a.float()?, a.float()?);
     let dims = [tokens, heads];
+    let (eps, scale, gain) = (a.float()?, a.float()?, a.float()?);
+    let codes = CodeRows::next(&mut a, ctx, dims, cols)?;
     let x = Rows::<f32>::read3(ctx, x, dims, cols, x_strides)?;
     let residual = residual.map(|r| Rows::<f32>::read3(ctx, r, dims, cols, residual_strides)).transpose()?;
-    let out = Rows::<f32>::write3(ctx, out, dims, cols, out_strides)?;
-    // SAFETY: stream order keeps writers away; the op checked that the output is apart from the weight.
+    let out = out.map(|out| Rows::<f32>::write3(ctx, out, dims, cols, out_strides)).transpose()?;
+    // SAFETY: stream order keeps writers away; the op checked that the results are apart from the weight.
     let weight = weight.map(|w| unsafe { ctx.slice::<f32>(w, cols) }).transpose()?;
     let level = Level::current();
     parallel::each(tokens * heads, cols, |i| {
@@ -37,7 +39,12 @@ pub(super) fn rms_norm(ctx: &KernelContext<'_>) -> Result<(), Fault> {
             if gain != 1.0 {
                 times(level, gain, &mut normed);
             }
-            out.row_mut(t, h).copy_from_slice(&normed);
+            if let Some(out) = &out {
+                out.row_mut(t, h).copy_from_slice(&normed);
+            }
+            if let Some(codes) = &codes {
+                codes.write(level, t, h, &normed);
+            }
         }
         super::give_back(normed);
     });

@@ -24,6 +24,37 @@ pub(super) fn quantize(ctx: &KernelContext<'_>) -> Result<(), Fault> {
     Ok(())
 }
 
+/// Rows of codes that a kernel writes beside its floats, or in place of them.
+pub(super) struct CodeRows {
+    q: Rows<i8>,
+    scales: Rows<f32>,
+}
+
+impl CodeRows {
+    /// Those of the next parameters, where there are any: `[dims, cols]`.
+    pub(super) fn next(
+        a: &mut Reader<'_, '_>,
+        ctx: &KernelContext<'_>,
+        dims: [usize; 2],
+        cols: usize,
+    ) -> Result<Option<Self>, Fault> {
+        let (q, q_strides) = (a.optional()?, [a.stride()?, a.stride()?]);
+        let (scales, scales_strides) = (a.optional()?, [a.stride()?, a.stride()?]);
+        let (Some(q), Some(scales)) = (q, scales) else { return Ok(None) };
+        let q = Rows::write3(ctx, q, dims, cols, q_strides)?;
+        Ok(Some(Self { q, scales: Rows::write3(ctx, scales, dims, cols / GROUP * 2, scales_strides)? }))
+    }
+
+    /// Writes row `(a, b)`.
+    ///
+    /// # Safety
+    /// Nothing else touches the row's codes and scales meanwhile.
+    pub(super) unsafe fn write(&self, level: Level, a: usize, b: usize, x: &[f32]) {
+        // SAFETY: the caller vouches for exclusivity.
+        unsafe { row(level, x, self.q.row_mut(a, b), self.scales.row_mut(a, b)) }
+    }
+}
+
 per_level! {
     /// One row: `q` as long as `x`, two scales for each [`GROUP`].
     pub(super) fn row(x: &[f32], q: &mut [i8], scales: &mut [f32]) = row_body

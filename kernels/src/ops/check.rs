@@ -1,6 +1,6 @@
 //! What ops ask of their views.
 
-use super::TensorView;
+use super::{Codes, Quantize, TensorView};
 use crate::KernelError;
 use crate::quant::QuantType;
 
@@ -82,6 +82,51 @@ impl Check {
         } else {
             Err(self.layout(role, view, "the scales of a row must be contiguous"))
         }
+    }
+
+    /// `q` and `scales` are room for the codes of something shaped like `x`.
+    pub(super) fn codes(
+        &self,
+        role: &str,
+        x: &TensorView,
+        q: &TensorView,
+        scales: &TensorView,
+    ) -> Result<(), KernelError> {
+        if !x.cols().is_multiple_of(Quantize::GROUP) {
+            return Err(self.bad_shape(role, x, "[.., in] with in a multiple of 32".to_owned()));
+        }
+        self.ty("q", q, &[QuantType::I8], "I8")?;
+        self.shape("q", q, x.shape())?;
+        self.f32("scales", scales)?;
+        self.shape("scales", scales, &[&x.shape()[..x.rank() - 1], &[x.cols() / Quantize::GROUP, 2]].concat())?;
+        self.scale_rows("scales", scales)?;
+        self.apart("q", q, &[("scales", scales)])
+    }
+
+    /// The results of an op, shaped like `x`: floats, codes or both, apart from each other. Codes share no byte with
+    /// the inputs; what the floats may share is the op's business.
+    pub(super) fn results(
+        &self,
+        x: &TensorView,
+        out: Option<&TensorView>,
+        codes: Option<&Codes>,
+        inputs: &[(&str, &TensorView)],
+    ) -> Result<(), KernelError> {
+        if let Some(out) = out {
+            self.f32("out", out)?;
+            self.shape("out", out, x.shape())?;
+        }
+        let Some(Codes { q, scales }) = codes else {
+            return self.parameter(out.is_some(), "out", "none", "there where no codes are");
+        };
+        self.codes("codes", x, q, scales)?;
+        for (role, written) in [("q", q), ("scales", scales)] {
+            self.apart(role, written, inputs)?;
+            if let Some(out) = out {
+                self.apart(role, written, &[("out", out)])?;
+            }
+        }
+        Ok(())
     }
 
     /// `view` has no gaps.

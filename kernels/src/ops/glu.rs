@@ -1,7 +1,7 @@
 //! Gated linear units.
 
 use super::check::Check;
-use super::{Call, Op, TensorView};
+use super::{Call, Codes, Op, TensorView};
 use crate::KernelError;
 
 /// The function on the gate.
@@ -13,7 +13,7 @@ pub enum Activation {
     Silu,
 }
 
-/// `out = act(gate) * up`. `out` may be `gate`.
+/// `out = act(gate) * up`. `out` may be `gate`. The result goes to `out`, as codes to `codes`, or both.
 #[derive(Clone, Debug)]
 pub struct Glu {
     /// `[T, F]` or `[T, K, F]` F32.
@@ -21,11 +21,21 @@ pub struct Glu {
     /// Shaped like `gate`, F32.
     pub up: TensorView,
     /// Shaped like `gate`, F32.
-    pub out: TensorView,
+    pub out: Option<TensorView>,
+    /// Shaped like `gate`.
+    pub codes: Option<Codes>,
     /// The function on the gate.
     pub activation: Activation,
     /// Before anything else the gate is cut at this from above and `up` on both sides.
     pub limit: Option<f32>,
+}
+
+impl Glu {
+    /// `out = act(gate) * up`, without a limit.
+    #[must_use]
+    pub fn new(gate: TensorView, up: TensorView, out: TensorView, activation: Activation) -> Self {
+        Self { gate, up, out: Some(out), codes: None, activation, limit: None }
+    }
 }
 
 impl Op for Glu {
@@ -38,24 +48,30 @@ impl Op for Glu {
     }
 
     fn writes(&self) -> Vec<&TensorView> {
-        vec![&self.out]
+        let codes = self.codes.iter().flat_map(|codes| [&codes.q, &codes.scales]);
+        self.out.iter().chain(codes).collect()
     }
 
     fn check(&self) -> Result<(), KernelError> {
         let check = Check(self.name());
-        for (role, view) in [("gate", &self.gate), ("up", &self.up), ("out", &self.out)] {
+        for (role, view) in [("gate", &self.gate), ("up", &self.up)] {
             check.f32(role, view)?;
             if !(2..=3).contains(&view.rank()) {
                 return Err(check.bad_shape(role, view, "[T, F] or [T, K, F]".to_owned()));
             }
             check.shape(role, view, self.gate.shape())?;
         }
-        check.same_or_apart("out", &self.out, "gate", &self.gate)?;
-        check.apart("out", &self.out, &[("up", &self.up)])?;
+        let inputs = [("gate", &self.gate), ("up", &self.up)];
+        check.results(&self.gate, self.out.as_ref(), self.codes.as_ref(), &inputs)?;
+        if let Some(out) = &self.out {
+            check.same_or_apart("out", out, "gate", &self.gate)?;
+            check.apart("out", out, &[("up", &self.up)])?;
+        }
         check.parameter(self.limit.is_none_or(|l| l.is_finite() && l > 0.0), "limit", self.limit, "positive")
     }
 
     fn call(&self) -> Call {
+        let out = self.out.as_ref();
         let inner = if self.gate.rank() == 3 { 1 } else { 3 };
         let slots = if self.gate.rank() == 3 { self.gate.dim(1) } else { 1 };
         Call::pieces(self.gate.rows(), self.gate.cols())
@@ -65,9 +81,9 @@ impl Op for Glu {
             .view(&self.up)
             .stride(&self.up, 0)
             .stride(&self.up, inner)
-            .view(&self.out)
-            .stride(&self.out, 0)
-            .stride(&self.out, inner)
+            .optional(out)
+            .optional_stride(out, 0)
+            .optional_stride(out, inner)
             .dim(self.gate.dim(0))
             .dim(slots)
             .dim(self.gate.cols())
@@ -76,5 +92,6 @@ impl Op for Glu {
                 Activation::Silu => 1,
             })
             .float(self.limit.unwrap_or(f32::INFINITY))
+            .codes(self.codes.as_ref())
     }
 }

@@ -53,7 +53,7 @@ pub use glu::{Activation, Glu};
 pub use kv_store::KvStore;
 pub use matmul::MatMul;
 pub use plan::{Access, Plan};
-pub use quantize::Quantize;
+pub use quantize::{Codes, Quantize};
 pub use rms_norm::RmsNorm;
 pub use rope::{Rope, RopeKind, Yarn};
 pub use router::{Router, Scoring};
@@ -207,6 +207,16 @@ impl Call {
     fn optional_stride(mut self, view: Option<&TensorView>, axis: usize) -> Self {
         self.args.u64(view.map_or(0, |view| view.stride_bytes(axis) as u64));
         self
+    }
+
+    /// Codes that an op may write: places and strides, in one or two outer dimensions.
+    fn codes(self, codes: Option<&Codes>) -> Self {
+        let (q, scales) = codes.map(|codes| (&codes.q, &codes.scales)).unzip();
+        // Two dimensions have no inner stride; the third last one of scales is one only where there are four.
+        let inner = |view: Option<&TensorView>, rank| if view.is_some_and(|v| v.rank() > rank) { 1 } else { 4 };
+        let (q_inner, scales_inner) = (inner(q, 2), inner(scales, 3));
+        let call = self.optional(q).optional_stride(q, 0).optional_stride(q, q_inner);
+        call.optional(scales).optional_stride(scales, 0).optional_stride(scales, scales_inner)
     }
 
     fn ty(mut self, view: &TensorView) -> Self {

@@ -5,7 +5,6 @@ use evergraph_pool::driver::DeviceInfo;
 use super::check::Check;
 use super::{Call, Launches, Op, TensorView};
 use crate::KernelError;
-use crate::quant::QuantType;
 
 /// Activations as 8-bit integers with a scale for each 32 columns.
 ///
@@ -19,6 +18,15 @@ pub struct Quantize {
     /// `[T, in]` I8.
     pub q: TensorView,
     /// `[T, in / 32, 2]` F32; rows may be strided, a row has no gaps.
+    pub scales: TensorView,
+}
+
+/// What [`Quantize`] makes of a result, written by the op that makes the result: the same codes and scales.
+#[derive(Clone, Debug)]
+pub struct Codes {
+    /// Shaped like the result, whose last dimension is a multiple of 32; I8.
+    pub q: TensorView,
+    /// `[.., in / 32, 2]` F32; rows may be strided, a row has no gaps.
     pub scales: TensorView,
 }
 
@@ -44,16 +52,8 @@ impl Op for Quantize {
         let check = Check(self.name());
         check.rank("x", &self.x, &["T", "in"])?;
         check.f32("x", &self.x)?;
-        let (tokens, cols) = (self.x.dim(0), self.x.dim(1));
-        if !cols.is_multiple_of(Self::GROUP) {
-            return Err(check.bad_shape("x", &self.x, "[T, in] with in a multiple of 32".to_owned()));
-        }
-        check.ty("q", &self.q, &[QuantType::I8], "I8")?;
-        check.shape("q", &self.q, &[tokens, cols])?;
-        check.f32("scales", &self.scales)?;
-        check.shape("scales", &self.scales, &[tokens, cols / Self::GROUP, 2])?;
-        check.scale_rows("scales", &self.scales)?;
-        check.apart("q", &self.q, &[("x", &self.x), ("scales", &self.scales)])?;
+        check.codes("x", &self.x, &self.q, &self.scales)?;
+        check.apart("q", &self.q, &[("x", &self.x)])?;
         check.apart("scales", &self.scales, &[("x", &self.x)])
     }
 

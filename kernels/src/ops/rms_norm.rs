@@ -1,12 +1,13 @@
 //! Root mean square norm.
 
 use super::check::Check;
-use super::{Call, Op, TensorView};
+use super::{Call, Codes, Op, TensorView};
 use crate::KernelError;
 
 /// `out = gain * (residual + scale * x / sqrt(mean(x^2) + eps) * weight)` over the last dimension.
 ///
-/// With three dimensions the norm is per head. `out` may be `x` or `residual`.
+/// With three dimensions the norm is per head. `out` may be `x` or `residual`. The result goes to `out`, as codes to
+/// `codes`, or both.
 #[derive(Clone, Debug)]
 pub struct RmsNorm {
     /// `[T, D]` or `[T, H, d]` F32.
@@ -16,7 +17,9 @@ pub struct RmsNorm {
     /// Shaped like `x`, F32; none means zeros.
     pub residual: Option<TensorView>,
     /// Shaped like `x`, F32.
-    pub out: TensorView,
+    pub out: Option<TensorView>,
+    /// Shaped like `x`.
+    pub codes: Option<Codes>,
     /// Added to the mean square; more than 0.
     pub eps: f32,
     /// Factor of the normed value, 1 for the plain norm.
@@ -29,13 +32,14 @@ impl RmsNorm {
     /// The plain norm: no residual, factors 1.
     #[must_use]
     pub fn new(x: TensorView, weight: TensorView, out: TensorView, eps: f32) -> Self {
-        Self { x, weight: Some(weight), residual: None, out, eps, scale: 1.0, gain: 1.0 }
+        let (weight, out) = (Some(weight), Some(out));
+        Self { x, weight, residual: None, out, codes: None, eps, scale: 1.0, gain: 1.0 }
     }
 
     /// `h += norm(x) * weight`.
     #[must_use]
     pub fn add_to(h: TensorView, x: TensorView, weight: TensorView, eps: f32) -> Self {
-        Self { x, weight: Some(weight), residual: Some(h.clone()), out: h, eps, scale: 1.0, gain: 1.0 }
+        Self { residual: Some(h.clone()), ..Self::new(x, weight, h, eps) }
     }
 }
 
@@ -49,7 +53,8 @@ impl Op for RmsNorm {
     }
 
     fn writes(&self) -> Vec<&TensorView> {
-        vec![&self.out]
+        let codes = self.codes.iter().flat_map(|codes| [&codes.q, &codes.scales]);
+        self.out.iter().chain(codes).collect()
     }
 
     fn check(&self) -> Result<(), KernelError> {
@@ -58,18 +63,24 @@ impl Op for RmsNorm {
         if !(2..=3).contains(&self.x.rank()) {
             return Err(check.bad_shape("x", &self.x, "[T, D] or [T, H, d]".to_owned()));
         }
-        check.f32("out", &self.out)?;
-        check.shape("out", &self.out, self.x.shape())?;
-        check.same_or_apart("out", &self.out, "x", &self.x)?;
         if let Some(weight) = &self.weight {
             check.f32("weight", weight)?;
             check.shape("weight", weight, &[self.x.cols()])?;
-            check.apart("out", &self.out, &[("weight", weight)])?;
         }
         if let Some(residual) = &self.residual {
             check.f32("residual", residual)?;
             check.shape("residual", residual, self.x.shape())?;
-            check.same_or_apart("out", &self.out, "residual", residual)?;
+        }
+        let inputs = [("x", Some(&self.x)), ("weight", self.weight.as_ref()), ("residual", self.residual.as_ref())];
+        let inputs: Vec<_> = inputs.into_iter().filter_map(|(role, view)| Some((role, view?))).collect();
+        check.results(&self.x, self.out.as_ref(), self.codes.as_ref(), &inputs)?;
+        if let Some(out) = &self.out {
+            for &(role, view) in &inputs {
+                match role {
+                    "weight" => check.apart("out", out, &[(role, view)])?,
+                    _ => check.same_or_apart("out", out, role, view)?,
+                }
+            }
         }
         check.parameter(self.eps.is_finite() && self.eps > 0.0, "eps", self.eps, "positive")?;
         check.parameter(self.scale.is_finite(), "scale", self.scale, "finite")?;
@@ -88,11 +99,12 @@ impl Op for RmsNorm {
             .view(&self.x)
             .optional(self.weight.as_ref())
             .optional(residual)
-            .view(&self.out)
+            .optional(self.out.as_ref())
             .dim(self.x.dim(0))
             .dim(heads)
             .dim(self.x.cols());
-        let call = head(head(head(call, &self.x), residual.unwrap_or(&self.x)), &self.out);
-        call.float(self.eps).float(self.scale).float(self.gain)
+        let views = [Some(&self.x), residual, self.out.as_ref()];
+        let call = views.into_iter().fold(call, |call, view| head(call, view.unwrap_or(&self.x)));
+        call.float(self.eps).float(self.scale).float(self.gain).codes(self.codes.as_ref())
     }
 }

@@ -187,6 +187,49 @@ fn quantised_activations_want_scales_of_their_shape_and_weights_in_blocks() {
 }
 
 #[test]
+fn codes_beside_a_result_want_their_shape_and_a_place_of_their_own() {
+    let codes = |shape: &[usize], groups: usize| {
+        let scales = [&shape[..shape.len() - 1], &[groups, 2]].concat();
+        Some(Codes { q: tensor("q", QuantType::I8, shape), scales: f32s("scales", &scales) })
+    };
+    let (x, h, w) = (f32s("x", &[3, 64]), f32s("h", &[3, 64]), f32s("w", &[64]));
+    let norm = |codes| RmsNorm { codes, ..RmsNorm::add_to(h.clone(), x.clone(), w.clone(), 1e-6) };
+    let gate = |codes| Glu { codes, ..Glu::new(x.clone(), h.clone(), x.clone(), Activation::Silu) };
+    norm(codes(&[3, 64], 2)).check().unwrap();
+    RmsNorm { out: None, ..norm(codes(&[3, 64], 2)) }.check().unwrap();
+    gate(codes(&[3, 64], 2)).check().unwrap();
+    Glu { out: None, ..gate(codes(&[3, 64], 2)) }.check().unwrap();
+    let names = |views: Vec<&TensorView>| views.iter().map(|view| view.root().name.clone()).collect::<Vec<_>>();
+    assert_eq!(names(norm(codes(&[3, 64], 2)).writes()), ["h", "q", "scales"]);
+    assert_eq!(names(Glu { out: None, ..gate(codes(&[3, 64], 2)) }.writes()), ["q", "scales"]);
+
+    let bad = |op: &dyn Op, what: &str| {
+        let error = op.check().unwrap_err().to_string();
+        assert!(error.contains(what), "{error}");
+    };
+    bad(&RmsNorm { out: None, ..norm(None) }, "out");
+    bad(&Glu { out: None, ..gate(None) }, "out");
+    bad(&norm(codes(&[3, 32], 1)), "q (q)");
+    bad(&norm(codes(&[3, 64], 1)), "scales (scales)");
+    bad(&gate(codes(&[3, 1, 64], 2)), "q (q)");
+    let inside = |view: &TensorView| {
+        let q = TensorView::new(view.root(), QuantType::I8, &[3, 64]).unwrap();
+        codes(&[3, 64], 2).map(|codes| Codes { q, ..codes })
+    };
+    for view in [&x, &h, &w] {
+        assert!(matches!(norm(inside(view)).check(), Err(KernelError::Overlap { .. })));
+    }
+    for view in [&x, &h] {
+        assert!(matches!(Glu { out: None, ..gate(inside(view)) }.check(), Err(KernelError::Overlap { .. })));
+    }
+    let odd = |cols: usize| RmsNorm {
+        codes: codes(&[3, cols], 1),
+        ..RmsNorm::new(f32s("x", &[3, cols]), f32s("w", &[cols]), f32s("o", &[3, cols]), 1e-6)
+    };
+    bad(&odd(48), "multiple of 32");
+}
+
+#[test]
 fn scalars_out_of_range_are_typed_errors() {
     let bad = |op: &dyn Op| {
         let result = op.check();
@@ -208,8 +251,7 @@ fn scalars_out_of_range_are_typed_errors() {
         yarn: Some(Yarn { original_context: 0, factor: 2.0, ..yarn }),
         ..Rope::neox(heads, positions, 1e4, 1.0)
     });
-    let glu =
-        |limit| Glu { gate: x.clone(), up: f32s("u", &[2, 4]), out: x.clone(), activation: Activation::Silu, limit };
+    let glu = |limit| Glu { limit, ..Glu::new(x.clone(), f32s("u", &[2, 4]), x.clone(), Activation::Silu) };
     bad(&glu(Some(0.0)));
     glu(Some(1.0)).check().unwrap();
 }

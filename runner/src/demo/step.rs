@@ -247,7 +247,7 @@ fn experts(bench: Bench<'_>, layer: &Layer, h: &TensorView) -> Result<()> {
         ids.view.clone(),
         gate_up.view.clone(),
     ))?;
-    plan.push(Glu { gate: gate.clone(), up, out: gate.clone(), activation: Activation::GeluTanh, limit: None })?;
+    plan.push(Glu::new(gate.clone(), up, gate.clone(), Activation::GeluTanh))?;
     plan.push(ExpertMatMul::new(layer.experts_down.view.clone(), gate, ids.view.clone(), down.view.clone()))?;
     plan.push(ExpertSum {
         y: down.view.clone(),

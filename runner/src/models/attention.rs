@@ -85,11 +85,19 @@ impl AttentionPart {
         [Some(&self.q), k, v].into_iter().flatten()
     }
 
-    /// What attention adds for the normed input in `shared.x`, into `shared.y`.
-    pub(super) fn forward(&self, step: &mut Step<'_>, shared: &Shared, cache: &LayerCache) -> Result<()> {
+    /// What attention adds for the norm of `h` with this weight, into `shared.y`.
+    pub(super) fn forward(
+        &self,
+        step: &mut Step<'_>,
+        shared: &Shared,
+        h: &TensorView,
+        norm: &TensorView,
+        cache: &LayerCache,
+    ) -> Result<()> {
         let (tokens, positions, eps) = (shared.x.dim(0), &shared.positions, shared.eps);
         let room = shared.room.as_ref();
-        let x = Input::new(step, room, &shared.x, self.projections())?;
+        let norm = RmsNorm::new(h.clone(), norm.clone(), shared.x.clone(), eps);
+        let x = Input::unwritten(room, &shared.x, self.projections(), false)?.norm(step, norm)?;
         let q = fitted(&shared.q, tokens, self.heads * self.key_dim)?;
         x.times(step, &self.q, &q)?;
         let q = q.heads(self.heads)?;
@@ -118,7 +126,8 @@ impl AttentionPart {
                     x: v,
                     weight: None,
                     residual: None,
-                    out: out.clone(),
+                    out: Some(out.clone()),
+                    codes: None,
                     eps,
                     scale: 1.0,
                     gain: 1.0,

@@ -119,8 +119,7 @@ impl Block {
         cache: &LayerCache,
     ) -> Result<()> {
         let eps = shared.eps;
-        step.push(RmsNorm::new(h.clone(), self.attn_norm.clone(), shared.x.clone(), eps))?;
-        self.attention.forward(step, shared, cache)?;
+        self.attention.forward(step, shared, h, &self.attn_norm, cache)?;
         step.push(RmsNorm::add_to(h.clone(), shared.y.clone(), self.post_attn_norm.clone(), eps))?;
 
         for (index, branch) in self.branches.iter().enumerate() {
@@ -129,10 +128,13 @@ impl Block {
         let input = self.input.as_ref().zip(input);
         let gain = if input.is_some() { 1.0 } else { self.gain };
         let add = RmsNorm::add_to(h.clone(), shared.y.clone(), self.post_ffn_norm.clone(), eps);
-        step.push(RmsNorm { gain, ..add })?;
+        let add = RmsNorm { gain, ..add };
         match input {
-            Some((part, input)) => part.forward(step, shared, h, input, self.gain),
-            None => Ok(()),
+            Some((part, input)) => {
+                let h = part.gated(shared, h)?.norm(step, add)?;
+                part.forward(step, shared, h, input, self.gain)
+            }
+            None => step.push(add),
         }
     }
 }

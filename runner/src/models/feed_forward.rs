@@ -152,10 +152,10 @@ impl FeedForward {
     pub(super) fn products(&self) -> impl Iterator<Item = &TensorView> {
         match self {
             Self::Dense(dense) => [Some(&dense.gate), Some(&dense.up), Some(&dense.down)],
-            Self::Experts(experts) => match &experts.gate_up {
-                GateUp::Apart { gate, up } => [Some(gate), Some(up), Some(&experts.down)],
-                GateUp::Merged(both) => [Some(both), None, Some(&experts.down)],
-            },
+            Self::Experts(experts) => {
+                let [gate, up] = experts.gate_up.tensors();
+                [gate, up, Some(&experts.down)]
+            }
         }
         .into_iter()
         .flatten()
@@ -186,19 +186,27 @@ impl Dense {
         norm: &TensorView,
         out: &TensorView,
     ) -> Result<()> {
-        step.push(RmsNorm::new(h.clone(), norm.clone(), shared.x.clone(), shared.eps))?;
         let (tokens, hidden, room) = (h.dim(0), self.gate.dim(0), shared.room.as_ref());
         let gate = fitted(&shared.gate, tokens, hidden)?;
         let up = fitted(&shared.up, tokens, hidden)?;
-        let x = Input::new(step, room, &shared.x, [&self.gate, &self.up])?;
+        let norm = RmsNorm::new(h.clone(), norm.clone(), shared.x.clone(), shared.eps);
+        let x = Input::unwritten(room, &shared.x, [&self.gate, &self.up], false)?.norm(step, norm)?;
         x.times(step, &self.gate, &gate)?;
         x.times(step, &self.up, &up)?;
-        step.push(glu(&gate, &up, &gate, self.activation))?;
-        Input::new(step, room, &gate, [&self.down])?.times(step, &self.down, out)
+        let glu = Glu::new(gate.clone(), up, gate.clone(), self.activation);
+        Input::unwritten(room, &gate, [&self.down], false)?.glu(step, glu)?.times(step, &self.down, out)
     }
 }
 
 impl GateUp {
+    /// Its tensors, one or two.
+    fn tensors(&self) -> [Option<&TensorView>; 2] {
+        match self {
+            Self::Apart { gate, up } => [Some(gate), Some(up)],
+            Self::Merged(both) => [Some(both), None],
+        }
+    }
+
     /// Those of a block whose tensors `name` names: merged in one, or two.
     pub(super) fn load(
         weights: &Weights,
@@ -240,7 +248,15 @@ impl Experts {
             step.push(RmsNorm { scale: *scale, ..RmsNorm::new(h.clone(), norm.clone(), shared.x.clone(), eps) })?;
             step.push(logits_of(&shared.x))?;
         }
-        step.push(RmsNorm::new(h.clone(), norm.clone(), shared.x.clone(), eps))?;
+        let room = shared.room.as_ref();
+        let norm = RmsNorm::new(h.clone(), norm.clone(), shared.x.clone(), eps);
+        let x = Input::unwritten(
+            room,
+            &shared.x,
+            self.gate_up.tensors().into_iter().flatten(),
+            self.router_norm.is_none(),
+        )?;
+        let x = x.norm(step, norm)?;
         if self.router_norm.is_none() {
             step.push(logits_of(&shared.x))?;
         }
@@ -256,29 +272,24 @@ impl Experts {
         })?;
         let hidden = self.hidden();
         let gate_out = fit(&shared.gate, used * hidden)?.heads(used)?;
-        let room = shared.room.as_ref();
-        match &self.gate_up {
+        let glu = match &self.gate_up {
             GateUp::Apart { gate, up } => {
                 let up_out = fit(&shared.up, used * hidden)?.heads(used)?;
-                let x = Input::new(step, room, &shared.x, [gate, up])?;
                 x.times_experts(step, gate, &ids, &gate_out)?;
                 x.times_experts(step, up, &ids, &up_out)?;
-                step.push(glu(&gate_out, &up_out, &gate_out, self.activation))?;
+                Glu::new(gate_out.clone(), up_out, gate_out.clone(), self.activation)
             }
             GateUp::Merged(both) => {
                 let both_out = fit(&shared.up, used * 2 * hidden)?.heads(used)?;
-                Input::new(step, room, &shared.x, [both])?.times_experts(step, both, &ids, &both_out)?;
+                x.times_experts(step, both, &ids, &both_out)?;
                 let half = |start: usize| both_out.narrow(2, start, hidden);
-                step.push(glu(&half(0)?, &half(hidden)?, &gate_out, self.activation))?;
+                Glu::new(half(0)?, half(hidden)?, gate_out.clone(), self.activation)
             }
-        }
+        };
         let y = fit(&scratch.y, used * width)?.heads(used)?;
-        Input::new(step, room, &gate_out, [&self.down])?.times_experts(step, &self.down, &ids, &y)?;
+        let hidden = Input::unwritten(room, &gate_out, [&self.down], false)?.glu(step, glu)?;
+        hidden.times_experts(step, &self.down, &ids, &y)?;
         let expert_scale = self.down_scale.clone().map(|scale| (scale, ids));
         step.push(ExpertSum { y, weights, expert_scale, residual: None, out: out.clone() })
     }
-}
-
-pub(super) fn glu(gate: &TensorView, up: &TensorView, out: &TensorView, activation: Activation) -> Glu {
-    Glu { gate: gate.clone(), up: up.clone(), out: out.clone(), activation, limit: None }
 }

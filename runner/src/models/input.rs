@@ -1,6 +1,6 @@
 //! Inputs of products: floats, and the same as integers where a weight takes them.
 
-use evergraph_kernels::ops::{ExpertMatMul, MatMul, Quantize, TensorView};
+use evergraph_kernels::ops::{Codes, ExpertMatMul, Glu, MatMul, Quantize, RmsNorm, TensorView};
 use evergraph_kernels::quant::QuantType;
 
 use crate::engine::{ActType, Step};
@@ -33,45 +33,88 @@ impl Room {
             scales: step.floats("scales of the input", &[elements / Quantize::GROUP * 2])?,
         }))
     }
+
+    /// Its first places, for the codes of `x`.
+    fn codes(&self, x: &TensorView) -> Result<Codes> {
+        let groups = x.cols() / Quantize::GROUP;
+        let first = |room: &TensorView, len: usize, shape: &[usize]| room.narrow(0, 0, len)?.reshape(shape);
+        let outer = &x.shape()[..x.rank() - 1];
+        let scales = first(&self.scales, x.rows() * groups * 2, &[outer, &[groups, 2]].concat())?;
+        Ok(Codes { q: first(&self.codes, x.len(), x.shape())?, scales })
+    }
 }
 
-/// An input of one or several products.
+/// An input of one or several products: floats, and codes of them where a weight takes integers.
 #[derive(Debug)]
 pub(super) struct Input {
     floats: TensorView,
-    /// Codes and scales.
-    integers: Option<(TensorView, TensorView)>,
+    codes: Option<Codes>,
+    /// Whether anybody reads the floats.
+    floats_read: bool,
 }
 
 impl Input {
-    /// `x` (`[T, in]` or `[T, K, in]`), for products with these weights. Quantises it, once for all, where one of them
-    /// takes integers.
+    /// An input that an op is yet to write (`x`: `[T, in]` or `[T, K, in]`), for products with these weights. `kept` says
+    /// that others read its floats too; floats that nobody reads are not written.
+    pub(super) fn unwritten<'a>(
+        room: Option<&Room>,
+        x: &TensorView,
+        weights: impl IntoIterator<Item = &'a TensorView>,
+        kept: bool,
+    ) -> Result<Self> {
+        let (mut integers, mut floats_read) = (false, kept);
+        for weight in weights {
+            integers |= in_blocks(weight);
+            floats_read |= !in_blocks(weight);
+        }
+        let codes = room.filter(|_| integers).map(|room| room.codes(x)).transpose()?;
+        Ok(Self { floats: x.clone(), floats_read: floats_read || codes.is_none(), codes })
+    }
+
+    /// `x` (`[T, in]` or `[T, K, in]`) as it is, for products with these weights. Quantises it, once for all, where one
+    /// of them takes integers.
     pub(super) fn new<'a>(
         step: &mut Step<'_>,
         room: Option<&Room>,
         x: &TensorView,
         weights: impl IntoIterator<Item = &'a TensorView>,
     ) -> Result<Self> {
-        let floats = x.clone();
-        let Some(room) = room.filter(|_| weights.into_iter().any(in_blocks)) else {
-            return Ok(Self { floats, integers: None });
-        };
-        let (rows, cols) = (x.rows(), x.cols());
-        let groups = cols / Quantize::GROUP;
-        let first = |room: &TensorView, len: usize, shape: &[usize]| room.narrow(0, 0, len)?.reshape(shape);
-        let codes = first(&room.codes, rows * cols, &[rows, cols])?;
-        let scales = first(&room.scales, rows * groups * 2, &[rows, groups, 2])?;
-        step.push(Quantize { x: x.reshape(&[rows, cols])?, q: codes.clone(), scales: scales.clone() })?;
-        let outer = &x.shape()[..x.rank() - 1];
-        let scales = scales.reshape(&[outer, &[groups, 2]].concat())?;
-        Ok(Self { floats, integers: Some((codes.reshape(x.shape())?, scales)) })
+        let input = Self::unwritten(room, x, weights, true)?;
+        if let Some(Codes { q, scales }) = &input.codes {
+            let (rows, cols) = (x.rows(), x.cols());
+            let scales = scales.reshape(&[rows, cols / Quantize::GROUP, 2])?;
+            step.push(Quantize { x: x.reshape(&[rows, cols])?, q: q.reshape(&[rows, cols])?, scales })?;
+        }
+        Ok(input)
+    }
+
+    /// Appends a norm that writes the input.
+    pub(super) fn norm(self, step: &mut Step<'_>, norm: RmsNorm) -> Result<Self> {
+        step.push(RmsNorm { out: self.out(), codes: self.codes.clone(), ..norm })?;
+        Ok(self)
+    }
+
+    /// Appends a gated unit that writes the input.
+    pub(super) fn glu(self, step: &mut Step<'_>, glu: Glu) -> Result<Self> {
+        step.push(Glu { out: self.out(), codes: self.codes.clone(), ..glu })?;
+        Ok(self)
+    }
+
+    /// The floats. Only those that are kept, or were there before, are written.
+    pub(super) fn floats(&self) -> &TensorView {
+        &self.floats
+    }
+
+    /// The floats, if anybody reads them.
+    fn out(&self) -> Option<TensorView> {
+        Some(self.floats.clone()).filter(|_| self.floats_read)
     }
 
     /// Appends `y = w x`.
     pub(super) fn times(&self, step: &mut Step<'_>, w: &TensorView, y: &TensorView) -> Result<()> {
         let (w, y) = (w.clone(), y.clone());
-        match self.integers.clone().filter(|_| in_blocks(&w)) {
-            Some((q, scales)) => step.push(MatMul::quantized(w, q, scales, y)),
+        match self.codes.clone().filter(|_| in_blocks(&w)) {
+            Some(Codes { q, scales }) => step.push(MatMul::quantized(w, q, scales, y)),
             None => step.push(MatMul::new(w, self.floats.clone(), y)),
         }
     }
@@ -85,8 +128,8 @@ impl Input {
         y: &TensorView,
     ) -> Result<()> {
         let (w, ids, y) = (w.clone(), ids.clone(), y.clone());
-        match self.integers.clone().filter(|_| in_blocks(&w)) {
-            Some((q, scales)) => step.push(ExpertMatMul::quantized(w, q, scales, ids, y)),
+        match self.codes.clone().filter(|_| in_blocks(&w)) {
+            Some(Codes { q, scales }) => step.push(ExpertMatMul::quantized(w, q, scales, ids, y)),
             None => step.push(ExpertMatMul::new(w, self.floats.clone(), ids, y)),
         }
     }

@@ -1,9 +1,8 @@
 //! Per-layer embeddings: what each block gets of the token itself, beside the residual stream.
 
-use evergraph_kernels::ops::{Activation, GetRows, RmsNorm, TensorView};
+use evergraph_kernels::ops::{Activation, GetRows, Glu, RmsNorm, TensorView};
 
 use super::block::{Shared, fitted};
-use super::feed_forward::glu;
 use super::input::{Input, Room};
 use crate::engine::Step;
 use crate::error::Result;
@@ -65,21 +64,27 @@ impl LayerInput {
         [&self.gate, &self.projection]
     }
 
+    /// The residual stream as the input of its first product, yet to be written.
+    pub(super) fn gated(&self, shared: &Shared, h: &TensorView) -> Result<Input> {
+        Input::unwritten(shared.room.as_ref(), h, [&self.gate], true)
+    }
+
     /// `h = gain * (h + norm(projection(gelu(gate h) * input)))`, with `input` `[T, P]`.
     pub(super) fn forward(
         &self,
         step: &mut Step<'_>,
         shared: &Shared,
-        h: &TensorView,
+        h: Input,
         input: &TensorView,
         gain: f32,
     ) -> Result<()> {
         let room = shared.room.as_ref();
-        let gate = fitted(&shared.gate, h.dim(0), self.gate.dim(0))?;
-        Input::new(step, room, h, [&self.gate])?.times(step, &self.gate, &gate)?;
-        step.push(glu(&gate, input, &gate, Activation::GeluTanh))?;
-        Input::new(step, room, &gate, [&self.projection])?.times(step, &self.projection, &shared.y)?;
-        let norm = RmsNorm::add_to(h.clone(), shared.y.clone(), self.post_norm.clone(), shared.eps);
+        let gate = fitted(&shared.gate, input.dim(0), self.gate.dim(0))?;
+        h.times(step, &self.gate, &gate)?;
+        let glu = Glu::new(gate.clone(), input.clone(), gate.clone(), Activation::GeluTanh);
+        let hidden = Input::unwritten(room, &gate, [&self.projection], false)?.glu(step, glu)?;
+        hidden.times(step, &self.projection, &shared.y)?;
+        let norm = RmsNorm::add_to(h.floats().clone(), shared.y.clone(), self.post_norm.clone(), shared.eps);
         step.push(RmsNorm { gain, ..norm })
     }
 }

@@ -1,5 +1,7 @@
 use super::*;
-use crate::ops::{Activation, Add, Advance, Fill, Glu, Mul, RmsNorm, Rope, RopeKind, Scale, Softcap, Yarn};
+use crate::ops::{
+    Activation, Add, Advance, Codes, Fill, Glu, Mul, Quantize, RmsNorm, Rope, RopeKind, Scale, Softcap, Yarn,
+};
 
 fn norm(x: &[f32], weight: Option<&[f32]>, eps: f64, scale: f64) -> Vec<f64> {
     let mean = x.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>() / x.len() as f64;
@@ -18,7 +20,8 @@ fn rms_norm_over_shapes_weights_and_residuals() {
                 x: memory.strided(&[tokens, cols], &x, gap),
                 weight: weighted.then(|| memory.floats(&[cols], &w)),
                 residual: added.then(|| memory.strided(&[tokens, cols], &r, gap + 1)),
-                out: out.clone(),
+                out: Some(out.clone()),
+                codes: None,
                 eps: 1e-6,
                 scale: 0.5,
                 gain: if added { 0.8 } else { 1.0 },
@@ -50,6 +53,59 @@ fn rms_norm_in_place_and_onto_the_residual() {
     memory.run(&RmsNorm::add_to(h_view.clone(), x_view, weight, 1e-5)).unwrap();
     let sum: Vec<f64> = want.iter().zip(&h).map(|(w, &h)| w + f64::from(h)).collect();
     close(&read(&h_view), &sum, 2e-6);
+}
+
+/// The bytes of codes and the bits of scales.
+fn code_bits(codes: &Codes) -> (Vec<u8>, Vec<u32>) {
+    // SAFETY: contiguous, in a live buffer of the test's memory.
+    let q = unsafe { std::slice::from_raw_parts(codes.q.ptr().0 as usize as *const u8, codes.q.len()) };
+    (q.to_vec(), bits(&read(&codes.scales)))
+}
+
+fn codes(memory: &mut Memory, shape: &[usize]) -> Codes {
+    let groups = [&shape[..shape.len() - 1], &[shape[shape.len() - 1] / 32, 2]].concat();
+    let q = memory.bytes(QuantType::I8, shape, &vec![0x55; shape.iter().product()]);
+    Codes { q, scales: memory.output(&groups) }
+}
+
+#[test]
+fn codes_of_norms_and_gates_are_those_of_a_quantised_result() {
+    for (shape, used) in [([3, 96], 1), ([1, 2816], 1), ([2, 4 * 64], 4)] {
+        let mut memory = Memory::default();
+        let (values, n) = (random(1, shape[0] * shape[1]), shape[0] * shape[1]);
+        let x = memory.floats(&shape, &values);
+        let (other, weight) = (memory.floats(&shape, &random(2, n)), memory.floats(&[shape[1]], &random(3, shape[1])));
+        let (normed, gated) = (memory.output(&shape), memory.output(&shape));
+        // What comes out in two ops.
+        let mut wanted = |op: &dyn Op, out: &TensorView| {
+            memory.run(op).unwrap();
+            let want = codes(&mut memory, &shape);
+            memory.run(&Quantize { x: out.clone(), q: want.q.clone(), scales: want.scales.clone() }).unwrap();
+            (code_bits(&want), bits(&read(out)))
+        };
+        let norm = RmsNorm { gain: 1.5, ..RmsNorm::new(x.clone(), weight, normed.clone(), 1e-6) };
+        let norm = RmsNorm { residual: Some(other.clone()), ..norm };
+        let gate = Glu::new(x.clone(), other.clone(), gated.clone(), Activation::GeluTanh);
+        let (want_norm, want_gate) = (wanted(&norm, &normed), wanted(&gate, &gated));
+        for with_floats in [false, true] {
+            let (of_norm, of_gate) = (codes(&mut memory, &shape), codes(&mut memory, &shape));
+            let (normed, gated) = (memory.output(&shape), memory.output(&shape));
+            let out = |view: &TensorView| with_floats.then(|| view.clone());
+            memory.run(&RmsNorm { out: out(&normed), codes: Some(of_norm.clone()), ..norm.clone() }).unwrap();
+            let heads = |view: &TensorView| view.heads(used).unwrap();
+            let slots = |codes: &Codes| {
+                let scales = codes.scales.reshape(&[shape[0], used, shape[1] / used / 32, 2]).unwrap();
+                Some(Codes { q: heads(&codes.q), scales })
+            };
+            let gate = Glu { gate: heads(&x), up: heads(&other), codes: slots(&of_gate), ..gate.clone() };
+            memory.run(&Glu { out: out(&gated).as_ref().map(heads), ..gate }).unwrap();
+            assert_eq!(code_bits(&of_norm), want_norm.0);
+            assert_eq!(code_bits(&of_gate), want_gate.0);
+            if with_floats {
+                assert_eq!((bits(&read(&normed)), bits(&read(&gated))), (want_norm.1.clone(), want_gate.1.clone()));
+            }
+        }
+    }
 }
 
 fn rotate(x: &[f32], kind: RopeKind, angles: &[f64]) -> Vec<f64> {
@@ -172,9 +228,7 @@ fn gates_over_the_whole_range() {
             let (rows, cols) = (2, gate.len() / 2);
             let gate_view = memory.strided(&[rows, cols], &gate, gap);
             let up_view = memory.strided(&[rows, cols], &up, gap);
-            memory
-                .run(&Glu { gate: gate_view.clone(), up: up_view, out: gate_view.clone(), activation, limit })
-                .unwrap();
+            memory.run(&Glu { limit, ..Glu::new(gate_view.clone(), up_view, gate_view.clone(), activation) }).unwrap();
             for ((&got, &gate), &up) in read(&gate_view).iter().zip(&gate).zip(&up) {
                 let limit = limit.map_or(f64::INFINITY, f64::from);
                 let want = activate(activation, f64::from(gate).min(limit)) * f64::from(up).clamp(-limit, limit);
@@ -195,8 +249,8 @@ fn merged_gate_and_up_are_two_windows_of_one_buffer() {
     let values = random(4, tokens * used * 2 * width);
     let merged = memory.floats(&[tokens, used, 2 * width], &values);
     let (gate, up) = (merged.narrow(2, 0, width).unwrap(), merged.narrow(2, width, width).unwrap());
-    let (activation, limit) = (Activation::GeluTanh, None);
-    memory.run(&Glu { gate: gate.clone(), up: up.clone(), out: gate.clone(), activation, limit }).unwrap();
+    let activation = Activation::GeluTanh;
+    memory.run(&Glu::new(gate.clone(), up.clone(), gate.clone(), activation)).unwrap();
     let want: Vec<f64> = values
         .chunks(2 * width)
         .flat_map(|row| (0..width).map(|i| activate(activation, f64::from(row[i])) * f64::from(row[width + i])))
