@@ -40,6 +40,6 @@ pub mod ops;
 pub mod probe;
 pub mod quant;
 
-pub use cpu::threads;
+pub use cpu::{limit_threads, threads};
 pub use error::KernelError;
 pub use module::Kernels;

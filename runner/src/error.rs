@@ -139,6 +139,14 @@ pub enum Error {
     /// A driver call failed.
     #[error("{0}")]
     Driver(#[from] evergraph_pool::driver::DriverError),
+    /// Tests of a bench that failed; each was told when it did.
+    #[error("{failed} of {tests} tests failed, as was said of each; try: what was advised there")]
+    Tests {
+        /// How many failed.
+        failed: usize,
+        /// How many there were.
+        tests: usize,
+    },
     /// A check that did not hold.
     #[error("a check did not hold: {0}")]
     CheckFailed(String),

@@ -4,6 +4,7 @@
 //! addresses; what changes from token to token lives in device memory, so that a decode step is the same
 //! captured graph until the shape of the work changes.
 
+pub mod bench;
 pub mod chat;
 pub mod cli;
 pub mod demo;

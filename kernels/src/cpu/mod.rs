@@ -95,6 +95,19 @@ pub fn threads(n: usize) -> Result<usize, KernelError> {
     Err(KernelError::Threads(format!("{n} threads asked for, {running} are running")))
 }
 
+/// Lets `n` of the threads work from here on, at least one; the others rest. Returns how many work. Results are the same with
+/// any number.
+///
+/// # Errors
+/// [`KernelError::Threads`] if `n` is more than [`threads`] set.
+pub fn limit_threads(n: usize) -> Result<usize, KernelError> {
+    let running = parallel::start(0);
+    if n > running {
+        return Err(KernelError::Threads(format!("{n} threads asked for, {running} are running")));
+    }
+    Ok(parallel::limit(n))
+}
+
 thread_local! {
     static SCRATCH: RefCell<Vec<Vec<f32>>> = const { RefCell::new(Vec::new()) };
 }

@@ -2,7 +2,7 @@
 //!
 //! The thread that asks works too; the others of the pool, each on a core of its own, help while there is something left. They look
 //! for work for a short while after the last, since the next launch is mostly near, and then sleep. One caller has the pool at a
-//! time; others do their work alone meanwhile.
+//! time; others do their work alone meanwhile. Threads beyond a [limit] rest, and nobody wakes them before it is raised.
 
 mod pin;
 
@@ -28,8 +28,21 @@ pub(super) fn each(n: usize, cost: usize, f: impl Fn(usize) + Send + Sync) {
     if let Some(pool) = tests::own_pool() {
         return pool.each(n, cost, &f);
     }
-    static POOL: OnceLock<Pool> = OnceLock::new();
-    POOL.get_or_init(|| Pool::new(start(0))).each(n, cost, &f);
+    pool().each(n, cost, &f);
+}
+
+/// The pool of the process.
+static POOL: OnceLock<Pool> = OnceLock::new();
+
+fn pool() -> &'static Pool {
+    POOL.get_or_init(|| Pool::new(start(0)))
+}
+
+/// Lets `n` threads work from here on, or as many as there are. Returns how many.
+pub(super) fn limit(n: usize) -> usize {
+    let pool = pool();
+    pool.limit(n);
+    pool.threads()
 }
 
 /// Sets the number of threads, if that has not been done; 0 means one per core. Returns the number that it is.
@@ -45,7 +58,7 @@ pub(super) fn threads() -> usize {
     if let Some(pool) = tests::own_pool() {
         return pool.threads();
     }
-    start(0)
+    POOL.get().map_or_else(|| start(0), Pool::threads)
 }
 
 /// Threads that help.
@@ -64,6 +77,10 @@ struct Shared {
     sleepers: AtomicUsize,
     asleep: Mutex<()>,
     wake: Condvar,
+    /// Threads that work, the caller included; helpers of higher numbers rest.
+    most: AtomicUsize,
+    /// Where they wait for that to change, with `asleep`.
+    more: Condvar,
     ended: AtomicBool,
 }
 
@@ -117,6 +134,8 @@ impl Pool {
             sleepers: AtomicUsize::new(0),
             asleep: Mutex::new(()),
             wake: Condvar::new(),
+            most: AtomicUsize::new(threads),
+            more: Condvar::new(),
             ended: AtomicBool::new(false),
         });
         let core = pin::cores(threads);
@@ -126,7 +145,7 @@ impl Pool {
                 if let Some(core) = core {
                     pin::to(core);
                 }
-                shared.help();
+                shared.help(i);
             };
             thread::Builder::new().name(format!("kernel-{i}")).spawn(helper).ok()
         };
@@ -145,7 +164,14 @@ impl Pool {
     }
 
     fn threads(&self) -> usize {
-        self.helpers.len() + 1
+        self.shared.most.load(Ordering::Relaxed).min(self.helpers.len() + 1)
+    }
+
+    /// Lets so many threads work, the caller among them; at least that one.
+    fn limit(&self, threads: usize) {
+        let _guard = lock(&self.shared.asleep);
+        self.shared.most.store(threads.max(1), Ordering::SeqCst);
+        self.shared.more.notify_all();
     }
 
     /// `f(0) .. f(n - 1)`, `step` calls at a time.
@@ -186,6 +212,7 @@ impl Drop for Pool {
         self.shared.ended.store(true, Ordering::SeqCst);
         drop(lock(&self.shared.asleep));
         self.shared.wake.notify_all();
+        self.shared.more.notify_all();
         for helper in self.helpers.drain(..) {
             let _ = helper.join();
         }
@@ -193,10 +220,14 @@ impl Drop for Pool {
 }
 
 impl Shared {
-    /// What a helper does.
-    fn help(&self) {
+    /// What the helper of this number does.
+    fn help(&self, own: usize) {
         let (mut seen, mut looks) = (0, 0);
         while !self.ended.load(Ordering::Relaxed) {
+            if own >= self.most.load(Ordering::Relaxed) {
+                self.rest(own);
+                continue;
+            }
             let state = self.state.load(Ordering::Acquire);
             if !self.joinable(state, seen) {
                 looks += 1;
@@ -223,6 +254,14 @@ impl Shared {
     /// Whether there is work other than the last that was seen.
     fn joinable(&self, state: u64, seen: u64) -> bool {
         state & OPEN != 0 && number(state) != seen
+    }
+
+    /// Until the limit lets this helper work, or the end. It is no sleeper: nobody with work looks for it.
+    fn rest(&self, own: usize) {
+        let mut guard = lock(&self.asleep);
+        while !self.ended.load(Ordering::SeqCst) && own >= self.most.load(Ordering::SeqCst) {
+            guard = self.more.wait(guard).unwrap_or_else(PoisonError::into_inner);
+        }
     }
 
     /// Until there is work, or the end.

@@ -2,7 +2,7 @@
 //! with thoughts kept apart.
 
 mod reply;
-mod time;
+pub(crate) mod time;
 
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Serde, Value};

@@ -3,7 +3,7 @@
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Seconds since 1970.
-pub(super) fn now() -> u64 {
+pub(crate) fn now() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs())
 }
 
@@ -24,7 +24,7 @@ const MONTHS: [&str; 12] = [
 ];
 
 /// Writes a point in time by a C format; unknown fields stay as they are.
-pub(super) fn strftime(format: &str, seconds: u64) -> String {
+pub(crate) fn strftime(format: &str, seconds: u64) -> String {
     let (days, rest) = (seconds / 86_400, seconds % 86_400);
     let (year, month, day) = civil(days);
     let (hour, minute, second) = (rest / 3600, rest / 60 % 60, rest % 60);

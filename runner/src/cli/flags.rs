@@ -255,7 +255,7 @@ pub(super) enum ActChoice {
 }
 
 impl ActChoice {
-    fn name(self) -> &'static str {
+    pub(super) fn name(self) -> &'static str {
         match self {
             Self::F32 => "f32",
             Self::Q8 => "q8",

@@ -9,6 +9,7 @@ mod flags;
 mod output;
 mod size;
 
+mod bench;
 mod demo;
 mod detokenize;
 mod doctor;
@@ -53,6 +54,8 @@ enum Command {
     Logits(logits::Flags),
     /// Measure how well a model predicts a text
     Perplexity(perplexity::Flags),
+    /// Measure the speed of models, as llama-bench does
+    Bench(Box<bench::Flags>),
     /// Show the metadata and tensors of a model file
     Info(info::Flags),
     /// Turn text into token ids
@@ -80,6 +83,7 @@ impl Command {
             Self::Run(flags) => run::run(&flags, &mut Output::new(flags.json)),
             Self::Logits(flags) => logits::run(&flags, &mut Output::new(flags.json)),
             Self::Perplexity(flags) => perplexity::run(&flags, &mut Output::new(flags.json)),
+            Self::Bench(flags) => bench::run(&flags, &mut Output::new(false)),
             Self::Info(flags) => info::run(&flags, &mut Output::new(flags.json)),
             Self::Tokenize(flags) => tokenize::run(&flags, &mut Output::new(flags.json)),
             Self::Detokenize(flags) => detokenize::run(&flags, &mut Output::new(flags.json)),

@@ -6,6 +6,6 @@ mod step;
 
 pub use runtime::StepKey;
 pub use runtime::{ActType, PoolConfig, PoolMode, Runtime, RuntimeConfig};
-pub use session::{KvType, Session, SessionConfig};
+pub use session::{KvType, Mark, Session, SessionConfig};
 pub use step::Step;
 pub(crate) use step::{tensor_bytes, view_of};

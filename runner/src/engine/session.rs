@@ -78,6 +78,25 @@ pub struct Session {
     taken: usize,
     /// Tokens of the last step of a prompt.
     last_batch: usize,
+    /// The position that the device takes the next decoded token for; none if that was never said, or is no longer true.
+    placed: Option<usize>,
+}
+
+/// A place in a sequence, to go [back](Session::rewind) to.
+#[derive(Debug)]
+pub struct Mark {
+    session: u64,
+    taken: usize,
+    /// What sliding windows held there.
+    rings: Vec<Vec<u8>>,
+}
+
+impl Mark {
+    /// Tokens before it.
+    #[must_use]
+    pub fn tokens(&self) -> usize {
+        self.taken
+    }
 }
 
 /// Everything that steps read and write besides weights, cache and scratch.
@@ -165,7 +184,7 @@ impl Session {
         };
         let cache = KvCache::new(runs, &model.blocks, context, ubatch, config.kv)?;
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
-        Ok(Self { runtime, model, id, context, ubatch, logit_rows, cache, io, taken: 0, last_batch: 0 })
+        Ok(Self { runtime, model, id, context, ubatch, logit_rows, cache, io, taken: 0, last_batch: 0, placed: None })
     }
 
     /// Tokens so far.
@@ -217,7 +236,49 @@ impl Session {
     pub fn clear(&mut self) -> Result<()> {
         self.taken = 0;
         self.last_batch = 0;
+        self.placed = None;
         self.cache.clear()
+    }
+
+    /// Remembers this place. Sliding windows, which later tokens write over, are copied to the host.
+    ///
+    /// # Errors
+    /// Those of the device.
+    pub fn mark(&self) -> Result<Mark> {
+        let rings = if self.taken == 0 { Vec::new() } else { self.cache.keep_rings(self.runtime.stream())? };
+        Ok(Mark { session: self.id, taken: self.taken, rings })
+    }
+
+    /// Forgets the tokens after a mark. Graphs stay, and the memory that the cache grew to stays its own. Other marks that lie
+    /// after this one, or were made before a [`clear`](Self::clear), are of no use from here on.
+    ///
+    /// # Errors
+    /// [`Error::CheckFailed`] for a mark of another sequence, or one that lies ahead; those of the device.
+    pub fn rewind(&mut self, mark: &Mark) -> Result<()> {
+        if mark.session != self.id || mark.taken > self.taken {
+            let place = format!("a mark after {} tokens to go back to from {}", mark.taken, self.taken);
+            return Err(Error::CheckFailed(place));
+        }
+        self.cache.restore_rings(self.runtime.stream(), &mark.rings)?;
+        (self.taken, self.last_batch, self.placed) = (mark.taken, 0, None);
+        Ok(())
+    }
+
+    /// Makes `id` the token that the next [`decode`](Self::decode) takes in, in place of the one that was chosen, if any.
+    ///
+    /// # Errors
+    /// [`Error::TokenId`]; those of the device.
+    pub fn take_next(&mut self, id: u32) -> Result<()> {
+        let vocabulary = self.model.vocabulary;
+        let Some(word) = i32::try_from(id).ok().filter(|_| (id as usize) < vocabulary) else {
+            return Err(Error::TokenId { id: id.into(), vocabulary });
+        };
+        let stream = self.runtime.stream();
+        if self.placed != Some(self.taken) {
+            stream.upload(&[self.taken as i32], &self.io.position.slice)?;
+            self.placed = Some(self.taken);
+        }
+        Ok(stream.upload(&[word], &self.io.token.slice)?)
     }
 
     fn key(&self, what: &'static str, shape: [usize; 3]) -> StepKey {
@@ -332,6 +393,7 @@ impl Session {
             return Err(Error::CheckFailed("a token was asked for before the first one was fed".to_owned()));
         };
         self.runtime.stream().upload(&[self.taken as i32], &self.io.position.slice)?;
+        self.placed = Some(self.taken);
         self.run(self.key("pick", [row, 0, 0]), |step| {
             let hidden = self.io.hidden.view.narrow(0, row, 1)?;
             self.model.head(step, &hidden, &self.io.logits.first(1)?)?;
@@ -349,6 +411,8 @@ impl Session {
             return Err(Error::ContextFull { tokens: self.taken + 1, context: self.context });
         }
         self.cache.reach(self.taken + 1)?;
+        // Not known if the step fails half-way.
+        self.placed = None;
         self.run(self.key("decode", [0; 3]), |step| {
             let (ids, positions) = (&self.io.token.view, &self.io.position.view);
             let out = self.io.hidden.first(1)?;
@@ -359,6 +423,7 @@ impl Session {
         })?;
         self.taken += 1;
         self.last_batch = 1;
+        self.placed = Some(self.taken);
         self.read_token()
     }
 

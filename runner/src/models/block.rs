@@ -104,7 +104,7 @@ pub(super) fn fitted(buffer: &TensorView, tokens: usize, width: usize) -> Result
 
 impl Block {
     /// The weights of its products.
-    fn products(&self) -> impl Iterator<Item = &TensorView> {
+    pub(super) fn products(&self) -> impl Iterator<Item = &TensorView> {
         let branches = self.branches.iter().flat_map(|branch| branch.part.products());
         self.attention.products().chain(branches).chain(self.input.iter().flat_map(LayerInput::products))
     }

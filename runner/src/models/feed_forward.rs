@@ -152,10 +152,7 @@ impl FeedForward {
     pub(super) fn products(&self) -> impl Iterator<Item = &TensorView> {
         match self {
             Self::Dense(dense) => [Some(&dense.gate), Some(&dense.up), Some(&dense.down)],
-            Self::Experts(experts) => {
-                let [gate, up] = experts.gate_up.tensors();
-                [gate, up, Some(&experts.down)]
-            }
+            Self::Experts(experts) => experts.weights(),
         }
         .into_iter()
         .flatten()
@@ -224,6 +221,17 @@ impl GateUp {
 }
 
 impl Experts {
+    /// Those of the experts, all of them.
+    fn weights(&self) -> [Option<&TensorView>; 3] {
+        let [gate, up] = self.gate_up.tensors();
+        [gate, up, Some(&self.down)]
+    }
+
+    /// The weights of the experts' products, without the router.
+    pub(super) fn products(&self) -> impl Iterator<Item = &TensorView> {
+        self.weights().into_iter().flatten()
+    }
+
     /// Elements between an expert's two products.
     fn hidden(&self) -> usize {
         self.down.dim(2)

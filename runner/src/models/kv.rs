@@ -1,7 +1,7 @@
 //! The key and value cache of a sequence, in pool memory.
 
 use evergraph_kernels::ops::TensorView;
-use evergraph_pool::{DeviceSlice, GrowableSlice, Purpose, Touch, Tracked, Use};
+use evergraph_pool::{DeviceSlice, GrowableSlice, Purpose, Stream, Touch, Tracked, Use};
 
 use super::attention::KeyValue;
 use super::block::Block;
@@ -30,6 +30,8 @@ pub struct KvCache {
     layers: Vec<LayerCache>,
     /// Of layers that keep a window, or little.
     fixed: Vec<DeviceSlice<u8>>,
+    /// Which of those are rings: going on writes over what they keep.
+    rings: Vec<usize>,
     growing: Vec<Growing>,
     /// How far steps may reach now, for each that grows.
     touches: Vec<Touch>,
@@ -58,6 +60,7 @@ impl KvCache {
         types: (KvType, KvType),
     ) -> Result<Self> {
         let (mut layers, mut fixed, mut growing) = (Vec::<LayerCache>::new(), Vec::new(), Vec::new());
+        let mut rings = Vec::new();
         let pool = runtime.pool();
         // What shares its last chunk with nobody should have a few.
         let worth = pool.chunk_bytes().map_or(usize::MAX, |chunk| 2 * chunk);
@@ -83,6 +86,9 @@ impl KvCache {
                 }
                 let slice = pool.alloc_for::<u8>(bytes, Purpose::State, runtime.stream())?;
                 let view = crate::engine::view_of(&slice, &name, device, ty, &shape)?;
+                if kept < context {
+                    rings.push(fixed.len());
+                }
                 fixed.push(slice);
                 Ok::<_, crate::Error>(view)
             };
@@ -91,7 +97,7 @@ impl KvCache {
             layers.push(LayerCache { k, v, ring: kept < context });
         }
         let touches = growing.iter().map(|growing| growing.slice.touch(0)).collect();
-        Ok(Self { layers, fixed, growing, touches, reached: 0 })
+        Ok(Self { layers, fixed, rings, growing, touches, reached: 0 })
     }
 
     /// The layers' caches.
@@ -140,6 +146,24 @@ impl KvCache {
         }
         self.reached = 0;
         self.reach(0)
+    }
+
+    /// What the rings hold, on the host: all else of a text's start is still there when the text has gone on.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub(crate) fn keep_rings(&self, stream: &Stream) -> Result<Vec<Vec<u8>>> {
+        let rings = self.rings.iter().filter_map(|&index| self.fixed.get(index));
+        rings.map(|slice| Ok(stream.download(slice)?)).collect()
+    }
+
+    /// Puts that back. The rings of another cache are refused by their lengths.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub(crate) fn restore_rings(&self, stream: &Stream, kept: &[Vec<u8>]) -> Result<()> {
+        let rings = self.rings.iter().filter_map(|&index| self.fixed.get(index));
+        rings.zip(kept).try_for_each(|(slice, bytes)| Ok(stream.upload(bytes, slice)?))
     }
 
     /// How far a step may reach.

@@ -10,6 +10,7 @@ mod input;
 mod keys;
 mod kv;
 mod layer_input;
+mod reads;
 mod weights;
 
 use std::path::PathBuf;

@@ -60,6 +60,37 @@ fn helpers_work_beside_the_caller_awake_or_asleep() {
 }
 
 #[test]
+fn threads_beyond_the_limit_rest_until_it_is_raised() {
+    let pool = Pool::new(4);
+    let ids = |pool: &Pool, at_once: usize| {
+        let (together, ids) = (Barrier::new(at_once), Mutex::new(std::collections::HashSet::new()));
+        pool.run(at_once, 1, &|_| {
+            lock(&ids).insert(thread::current().id());
+            together.wait();
+        });
+        ids.into_inner().unwrap().len()
+    };
+    for most in [2, 1, 4, 3, 9] {
+        pool.limit(most);
+        let most = most.min(4);
+        assert_eq!(pool.threads(), most);
+        assert_eq!(ids(&pool, most), most, "as many as the limit work at once");
+        // With more to do than threads, still no other joins.
+        let seen = Mutex::new(std::collections::HashSet::new());
+        for _ in 0..20 {
+            pool.run(64, 1, &|_| {
+                lock(&seen).insert(thread::current().id());
+                thread::sleep(Duration::from_micros(20));
+            });
+        }
+        assert!(seen.into_inner().unwrap().len() <= most, "limit {most}");
+        eventually("helpers without work sleep, those beyond the limit are no sleepers", || {
+            pool.shared.sleepers.load(Ordering::SeqCst) == most - 1
+        });
+    }
+}
+
+#[test]
 fn who_finds_the_pool_taken_works_alone() {
     let pool = Pool::new(2);
     let count = AtomicUsize::new(0);
