@@ -29,7 +29,7 @@ pub struct Measured {
     pub samples_ns: Vec<u64>,
     /// What pool and graph cache had to do, from the first allocation of the test to the end of its last repetition.
     pub events: Events,
-    /// The most that the pool held from the driver meanwhile, model included.
+    /// The most that the pool held from the driver meanwhile, with the model where that is the pool's.
     pub peak_reserved_bytes: u64,
     /// Bytes that one repetition can not do without reading: weights and cache once for each step.
     pub read_bytes: u64,

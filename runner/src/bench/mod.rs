@@ -5,12 +5,13 @@
 //! includes the choice of one token behind each batch; a single token's includes its choice, on the device, and its way back
 //! to the host. The cache is filled once; after each repetition it is taken back to where it was.
 //!
-//! Before a test is timed it runs to warm up: its whole prompt and a few tokens, and again (three times at most, for about a second) while there
-//! are steps that the graph cache has yet to capture.
+//! Before a test is timed it runs to warm up: its whole prompt and a few tokens, and again (three times at most, for about a
+//! second) while there are steps that the graph cache has yet to capture.
 //!
 //! # Events and bytes
 //! Give-backs, stale graphs and repairs are counted from the first allocation of a test to its last repetition: filling and
-//! warm-up count, since that is where memory runs short first. So is the peak of the pool, which includes the model.
+//! warm-up count, since that is where memory runs short first. So is the peak of the pool, which includes the model (but not on
+//! the host device: there it is the mapped file).
 //!
 //! Achieved gigabytes a second are the bytes that the steps can not do without reading, by the time that they took. A step reads
 //! each matrix once, however many tokens it has; of experts as many as its tokens can pick if each picks others; one row of the

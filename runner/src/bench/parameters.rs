@@ -316,7 +316,7 @@ impl Lists {
         let placements = self.placements();
         let counts = [self.models.len(), placements.len(), sequences.len(), self.depths.len(), tests.len()];
         let count = counts.iter().try_fold(1usize, |product, &count| product.checked_mul(count));
-        if !count.is_some_and(|count| count <= MOST_ROWS) {
+        if count.is_none_or(|count| count > MOST_ROWS) {
             let expected = format!("at most {MOST_ROWS} combinations of all values");
             let found = counts.map(|count| count.to_string()).join(" x ");
             return Err(Error::argument("the lists", expected, found));

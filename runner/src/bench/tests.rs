@@ -35,11 +35,9 @@ impl Listener for Heard {
 
 fn opener(limit_bytes: Option<usize>) -> impl Fn() -> Result<Arc<Runtime>> {
     move || {
-        let mut config = RuntimeConfig::default();
-        config.pool = PoolConfig::vmm();
-        config.pool.limit_bytes = limit_bytes;
-        config.strict = true;
-        Runtime::host(config).map(Arc::new)
+        let mut pool = PoolConfig::vmm();
+        pool.limit_bytes = limit_bytes;
+        Runtime::host(RuntimeConfig { pool, strict: true, ..RuntimeConfig::default() }).map(Arc::new)
     }
 }
 
@@ -115,8 +113,7 @@ fn a_sequence_taken_back_goes_on_as_it_would_have() {
         let model = Arc::new(models::load(Arc::new(Gguf::open(&golden(name)).unwrap()), &runtime).unwrap());
         let vocabulary = model.vocabulary as u32;
         let ids = |from: u32, count: u32| (from..from + count).map(|id| id * 7 % vocabulary).collect::<Vec<u32>>();
-        let mut config = SessionConfig::default();
-        (config.context, config.ubatch) = (Some(128), 16);
+        let config = SessionConfig { context: Some(128), ubatch: 16, ..SessionConfig::default() };
         let mut session = Session::new(Arc::clone(&runtime), model, config).unwrap();
         session.set_sampling(&Sampling::greedy(), &[]).unwrap();
         let start = session.mark().unwrap();

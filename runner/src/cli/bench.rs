@@ -20,8 +20,6 @@ use crate::device::Device;
 use crate::engine::{KvType, PoolConfig, PoolMode, Runtime, RuntimeConfig};
 use crate::error::{Error, Result};
 
-/// Several values can be given to most flags, with commas or by giving the flag again, and are measured in every
-/// combination. Ranges are first-last, first-last+step or first-last*factor.
 #[derive(Debug, Args)]
 #[command(after_help = AFTER)]
 pub(super) struct Flags {
@@ -106,6 +104,9 @@ pub(super) struct Flags {
     /// host, cuda or cuda:N; by default cuda if there is one, else host (also -dev)
     #[arg(long, value_name = "DEVICE")]
     device: Option<String>,
+    /// Number of devices: 1, for now
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    devices: u32,
     /// How the pool gets memory: by mapping pages, or in slabs
     #[arg(long, value_enum, default_value_t = PoolChoice::Vmm)]
     pool: PoolChoice,
@@ -126,7 +127,10 @@ pub(super) struct Flags {
     pub(super) json: bool,
 }
 
-const AFTER: &str = "A test is timed after it ran to warm up. Columns are llama-bench's; after them come: give-backs of the pool, steps \
+const AFTER: &str = "Flags with lists take several values, with commas or by being given again; all combinations are measured. Ranges of \
+numbers are first-last, first-last+step or first-last*factor.
+
+A test is timed after it ran to warm up. Columns are llama-bench's; after them come: give-backs of the pool, steps \
 that found their graph stale, how those were repaired (remaps, updates, recaptures, eager runs), the peak of the pool, and \
 achieved GB/s: the bytes of weights and cache that the steps can not do without reading, each matrix once a step and of experts \
 only those that can have been picked, by the time. Events count from the first allocation of a test, filling and warm-up included. \
@@ -285,6 +289,9 @@ impl Flags {
 pub(super) fn run(flags: &Flags, out: &mut Output) -> Result<()> {
     if flags.prio != 0 {
         return Err(Error::argument("--prio", "0 (the priority stays as it is; nice changes it)", flags.prio));
+    }
+    if flags.devices != 1 {
+        return Err(Error::argument("--devices", "1 (a model is on one device)", flags.devices));
     }
     let lists = flags.lists();
     let rows = lists.rows()?;
