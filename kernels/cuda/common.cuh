@@ -45,7 +45,7 @@ typedef long long i64;
 #endif
 
 #define EVG_DEVICE __device__ __forceinline__
-// The first thing in every kernel of an op. It may have been launched before the kernel before it has ended, so that its blocks
+// The first thing in every kernel of an op; only arithmetic on its arguments may come before. It may have been launched before the kernel before it has ended, so that its blocks
 // take their places meanwhile: here it waits until that one is over and all that it wrote is to be seen. Then the next
 // kernel may come, which waits likewise.
 EVG_DEVICE void evg_begin() {

@@ -1,10 +1,6 @@
-#include "common.cuh"
+#include "cache.cuh"
 
 #define PIECE 1024u
-
-template <class T> static EVG_DEVICE T narrow(float value, u32 ty);
-template <> EVG_DEVICE float narrow<float>(float value, u32) { return value; }
-template <> EVG_DEVICE u16 narrow<u16>(float value, u32 ty) { return ty == TYPE_F16 ? float_to_half(value) : float_to_bf16(value); }
 
 template <class T> static EVG_DEVICE void store(const char* src, u64 src_head, char* cache, u64 cache_head, u32 ty, u32 cols, u32 first, u32 end) {
     for (u32 i = first + threadIdx.x; i < end; i += block_threads()) {

@@ -7,6 +7,7 @@
 mod attention;
 mod compare;
 mod elementwise;
+mod heads;
 mod moe;
 mod products;
 mod rows;
@@ -229,7 +230,7 @@ impl Drop for Event<'_> {
 /// Every case, op by op.
 #[must_use]
 pub fn cases() -> Vec<Case> {
-    [elementwise::cases, rows::cases, moe::cases, attention::cases, sample::cases, products::cases]
+    [elementwise::cases, rows::cases, moe::cases, heads::cases, attention::cases, sample::cases, products::cases]
         .into_iter()
         .flat_map(|cases| cases())
         .collect()

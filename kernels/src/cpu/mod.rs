@@ -10,6 +10,7 @@ mod attention;
 mod dot;
 mod elementwise;
 mod gemm;
+mod heads;
 mod integer;
 mod math;
 mod moe;
@@ -60,6 +61,11 @@ pub(crate) static KERNELS: &[HostKernel] = &[
         "attention",
         &[P, S, S, P, S, S, P, S, S, D, P, P, P, S, S, D, D, D, D, D, D, D, D, F, F],
         attention::attention,
+    ),
+    kernel(
+        "attention_heads",
+        &[P, S, S, P, P, S, S, P, P, S, S, P, P, S, S, P, S, S, P, D, D, D, D, D, D, D, D, D, D, F, F, F],
+        heads::attention_heads,
     ),
     kernel("attention_scores", &[P, S, S, P, S, S, D, P, P, S, S, D, D, D, D, D, D, F], unfused::scores),
     kernel("attention_values", &[P, S, S, P, S, S, D, P, S, S, D, D, D, D, D], unfused::values),

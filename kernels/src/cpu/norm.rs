@@ -52,7 +52,7 @@ pub(super) fn rms_norm(ctx: &KernelContext<'_>) -> Result<(), Fault> {
 }
 
 per_level! {
-    fn norm(x: &[f32], weight: Option<&[f32]>, eps: f32, scale: f32, out: &mut [f32]) = norm_body
+    pub(super) fn norm(x: &[f32], weight: Option<&[f32]>, eps: f32, scale: f32, out: &mut [f32]) = norm_body
 }
 
 #[inline(always)]

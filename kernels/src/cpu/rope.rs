@@ -32,11 +32,11 @@ pub(super) fn rope(ctx: &KernelContext<'_>) -> Result<(), Fault> {
     let in_place = x.in_place(&out);
     parallel::each(tokens, cols * heads + pairs * 30, |t| {
         let position = positions[t] as f32;
-        let turns: Vec<(f32, f32)> = frequencies
+        let turns: Vec<[f32; 2]> = frequencies
             .iter()
             .map(|f| {
                 let (sin, cos) = (position * f).sin_cos();
-                (if inverse { -sin } else { sin }, cos)
+                [if inverse { -sin } else { sin }, cos]
             })
             .collect();
         for h in 0..heads {
@@ -48,22 +48,27 @@ pub(super) fn rope(ctx: &KernelContext<'_>) -> Result<(), Fault> {
                 row.copy_from_slice(unsafe { x.row(t, h) });
             }
             if interleaved {
-                for (pair, &(sin, cos)) in row.as_chunks_mut::<2>().0.iter_mut().zip(&turns) {
+                for (pair, &[sin, cos]) in row.as_chunks_mut::<2>().0.iter_mut().zip(&turns) {
                     *pair = [pair[0] * cos - pair[1] * sin, pair[0] * sin + pair[1] * cos];
                 }
             } else {
-                let (low, high) = row.split_at_mut(pairs);
-                for ((a, b), &(sin, cos)) in low.iter_mut().zip(high).zip(&turns) {
-                    (*a, *b) = (*a * cos - *b * sin, *a * sin + *b * cos);
-                }
+                rotate_halves(row, &turns);
             }
         }
     });
     Ok(())
 }
 
+/// Rotates each element of the first half with its like in the second, by sine and cosine.
+pub(super) fn rotate_halves(row: &mut [f32], turns: &[[f32; 2]]) {
+    let (low, high) = row.split_at_mut(row.len() / 2);
+    for ((a, b), &[sin, cos]) in low.iter_mut().zip(high).zip(turns) {
+        (*a, *b) = (*a * cos - *b * sin, *a * sin + *b * cos);
+    }
+}
+
 /// `scale * base^(-2i/n)`, rounded once.
-fn frequencies(base: f32, pairs: usize, scale: f32) -> Vec<f32> {
+pub(super) fn frequencies(base: f32, pairs: usize, scale: f32) -> Vec<f32> {
     let base = f64::from(base);
     (0..pairs).map(|i| (base.powf(-(i as f64) / pairs as f64) * f64::from(scale)) as f32).collect()
 }

@@ -1,7 +1,7 @@
 //! Row lookups, cache writes, copies, fills.
 
-use evergraph_pool::driver::Fault;
 use evergraph_pool::driver::host::KernelContext;
+use evergraph_pool::driver::{DevicePtr, Fault};
 
 use super::parallel;
 use super::simd::{Level, per_level};
@@ -46,28 +46,65 @@ pub(super) fn kv_store(ctx: &KernelContext<'_>) -> Result<(), Fault> {
     let (tokens, heads, cols, ring) = (a.dim()?, a.dim()?, a.dim()?, a.dim()? == 1);
     let positions = load::<i32>(ctx, positions, tokens)?;
     let src = Rows::<f32>::read3(ctx, src, [tokens, heads], cols, src_strides)?;
+    let cache = CacheRows::new(ctx, cache, ty, capacity, cache_strides, [heads, cols], &positions, ring)?;
     let level = Level::current();
-    for (t, &position) in positions.iter().enumerate() {
-        let row = usize::try_from(position).ok().map(|p| if ring { p % capacity.max(1) } else { p });
-        let row = row.filter(|&row| row < capacity);
-        let row = row.ok_or_else(|| ctx.fault(cache, 0, true, "position outside the cache"))?;
-        // Only the row that is written need be mapped: a cache may grow under its graph.
-        let at = cache.checked_add(row * cache_strides[0]).unwrap_or_default();
-        match ty {
+    for t in 0..tokens {
+        // SAFETY: one thread writes; the op checked that the cache is apart from the source.
+        (0..heads).for_each(|h| unsafe { cache.write(level, t, h, src.row(t, h)) });
+    }
+    Ok(())
+}
+
+/// The rows of a cache that tokens go to. Only those need be mapped: a cache may grow under its graph.
+pub(super) enum CacheRows {
+    Floats(Vec<Rows<f32>>),
+    Halves(Vec<Rows<u16>>, fn(Level, &[f32], &mut [u16])),
+}
+
+impl CacheRows {
+    /// Those at `positions`, each `[heads, cols]`.
+    #[expect(clippy::too_many_arguments, reason = "a kernel's arguments")]
+    pub(super) fn new(
+        ctx: &KernelContext<'_>,
+        cache: DevicePtr,
+        ty: QuantType,
+        capacity: usize,
+        strides: [usize; 2],
+        [heads, cols]: [usize; 2],
+        positions: &[i32],
+        ring: bool,
+    ) -> Result<Self, Fault> {
+        let places = positions.iter().map(|&position| {
+            let row = usize::try_from(position).ok().map(|p| if ring { p % capacity.max(1) } else { p });
+            let row = row.filter(|&row| row < capacity);
+            let row = row.ok_or_else(|| ctx.fault(cache, 0, true, "position outside the cache"))?;
+            Ok(cache.checked_add(row * strides[0]).unwrap_or_default())
+        });
+        Ok(match ty {
             QuantType::F32 => {
-                let to = Rows::<f32>::write(ctx, at, heads, cols, cache_strides[1])?;
-                // SAFETY: one thread writes; the op checked that the cache is apart from the source.
-                (0..heads).for_each(|h| unsafe { to.row_mut(h, 0).copy_from_slice(src.row(t, h)) });
+                let rows = places.map(|at| Rows::write(ctx, at?, heads, cols, strides[1]));
+                Self::Floats(rows.collect::<Result<_, Fault>>()?)
             }
             _ => {
-                let to = Rows::<u16>::write(ctx, at, heads, cols, cache_strides[1])?;
-                let narrow = if ty == QuantType::F16 { to_f16 } else { to_bf16 };
-                // SAFETY: as above.
-                (0..heads).for_each(|h| unsafe { narrow(level, src.row(t, h), to.row_mut(h, 0)) });
+                let rows = places.map(|at| Rows::write(ctx, at?, heads, cols, strides[1]));
+                Self::Halves(rows.collect::<Result<_, Fault>>()?, if ty == QuantType::F16 { to_f16 } else { to_bf16 })
+            }
+        })
+    }
+
+    /// Writes head `h` of token `t`.
+    ///
+    /// # Safety
+    /// Nothing else touches it meanwhile.
+    pub(super) unsafe fn write(&self, level: Level, t: usize, h: usize, x: &[f32]) {
+        // SAFETY: the caller vouches for exclusivity.
+        unsafe {
+            match self {
+                Self::Floats(rows) => rows[t].row_mut(h, 0).copy_from_slice(x),
+                Self::Halves(rows, narrow) => narrow(level, x, rows[t].row_mut(h, 0)),
             }
         }
     }
-    Ok(())
 }
 
 per_level! {

@@ -127,7 +127,7 @@ fn experts_agree_with_the_host_device() {
 
 #[test]
 fn attention_agrees_with_the_host_device() {
-    run(&["attention", "attention_scores", "attention_values", "soft_max"]);
+    run(&["attention", "attention_heads", "attention_scores", "attention_values", "soft_max"]);
 }
 
 #[test]

@@ -286,6 +286,58 @@ fn attention_refuses_what_does_not_fit() {
 }
 
 #[test]
+fn attention_heads_refuse_what_does_not_fit() {
+    let new = || NewKeys {
+        k: f32s("k", &[2, 2, 8]),
+        k_norm: f32s("kn", &[8]),
+        v: f32s("v", &[2, 2, 6]),
+        norm_values: true,
+        k_cache: f32s("kc", &[16, 2, 8]),
+        v_cache: f32s("vc", &[16, 2, 6]),
+        ring: false,
+    };
+    let good = || AttentionHeads {
+        q: f32s("q", &[2, 4, 8]),
+        q_norm: f32s("qn", &[8]),
+        new: Some(new()),
+        positions: i32s("p", &[2]),
+        eps: 1e-6,
+        dims: 6,
+        base: 1e4,
+        scale: 1.0,
+        factors: Some(f32s("f", &[3])),
+    };
+    good().check().unwrap();
+    AttentionHeads { new: None, dims: 0, factors: None, ..good() }.check().unwrap();
+    let names = |views: Vec<&TensorView>| views.iter().map(|view| view.root().name.clone()).collect::<Vec<_>>();
+    assert_eq!(names(good().writes()), ["q", "kc", "vc"]);
+    assert_eq!(names(good().reads()), ["q", "qn", "p", "f", "k", "kn", "v", "kc", "vc"]);
+    let bad = |op: AttentionHeads| assert!(op.check().is_err(), "{op:?}");
+    bad(AttentionHeads { dims: 5, factors: None, ..good() });
+    bad(AttentionHeads { dims: 10, factors: None, ..good() });
+    bad(AttentionHeads { factors: Some(f32s("f", &[4])), ..good() });
+    bad(AttentionHeads { q_norm: f32s("qn", &[7]), ..good() });
+    bad(AttentionHeads { positions: i32s("p", &[3]), ..good() });
+    bad(AttentionHeads { eps: 0.0, ..good() });
+    bad(AttentionHeads { base: f32::NAN, ..good() });
+    bad(AttentionHeads { q: f32s("q", &[2, 4, 5000]), q_norm: f32s("qn", &[5000]), new: None, ..good() });
+    bad(AttentionHeads { q: i32s("q", &[2, 4, 8]), ..good() });
+    let changed = |change: fn(&mut NewKeys)| {
+        let mut new = new();
+        change(&mut new);
+        AttentionHeads { new: Some(new), ..good() }
+    };
+    changed(|new| (new.v, new.v_cache) = (new.k.clone(), f32s("vc", &[16, 2, 8]))).check().unwrap();
+    bad(changed(|new| new.v_cache = tensor("vc", QuantType::F16, &[16, 2, 6])));
+    bad(changed(|new| new.v_cache = f32s("vc", &[15, 2, 6])));
+    bad(changed(|new| (new.k_cache, new.v_cache) = (f32s("kc", &[1, 2, 8]), f32s("vc", &[1, 2, 6]))));
+    bad(changed(|new| new.k = f32s("q", &[2, 2, 8])));
+    bad(changed(|new| (new.v, new.v_cache) = (new.k.clone(), new.k_cache.clone())));
+    bad(changed(|new| new.k_norm = f32s("kn", &[6])));
+    bad(changed(|new| new.v = f32s("v", &[2, 1, 6])));
+}
+
+#[test]
 fn routers_refuse_groups_and_counts_that_do_not_divide() {
     let router = |experts: usize, used: usize, groups| Router {
         logits: f32s("l", &[2, experts]),

@@ -1,6 +1,6 @@
 //! Attention: projections, norms of heads, rotation, the cache.
 
-use evergraph_kernels::ops::{Attention, KvStore, RmsNorm, Rope, TensorView};
+use evergraph_kernels::ops::{Attention, AttentionHeads, NewKeys, RmsNorm, TensorView};
 
 use super::block::{Shared, fitted};
 use super::input::Input;
@@ -101,46 +101,43 @@ impl AttentionPart {
         let q = fitted(&shared.q, tokens, self.heads * self.key_dim)?;
         x.times(step, &self.q, &q)?;
         let q = q.heads(self.heads)?;
-        if let KeyValue::Own(own) = &self.kv {
-            let k = fitted(&shared.k, tokens, self.kv_heads * self.key_dim)?;
-            x.times(step, &own.k, &k)?;
-            let v = match &own.v {
-                Some(weight) => {
-                    let v = fitted(&shared.v, tokens, self.kv_heads * self.value_dim)?;
-                    x.times(step, weight, &v)?;
-                    v.heads(self.kv_heads)?
-                }
-                None => k.heads(self.kv_heads)?,
-            };
-            let k = k.heads(self.kv_heads)?;
-            // Values are stored before keys are normed and rotated in place: they may be the same.
-            let store = |src: TensorView, into: &TensorView| KvStore {
-                src,
-                cache: into.clone(),
-                positions: positions.clone(),
-                ring: cache.ring,
-            };
-            let v = if own.norm_values {
-                let out = fitted(&shared.v, tokens, self.kv_heads * self.value_dim)?.heads(self.kv_heads)?;
-                step.push(RmsNorm {
-                    x: v,
-                    weight: None,
-                    residual: None,
-                    out: Some(out.clone()),
-                    codes: None,
-                    eps,
-                    scale: 1.0,
-                    gain: 1.0,
-                })?;
-                out
-            } else {
-                v
-            };
-            step.push(store(v, &cache.v))?;
-            self.turn(step, shared, &k, &own.k_norm)?;
-            step.push(store(k, &cache.k))?;
-        }
-        self.turn(step, shared, &q, &self.q_norm)?;
+        let new = match &self.kv {
+            KeyValue::Own(own) => {
+                let k = fitted(&shared.k, tokens, self.kv_heads * self.key_dim)?;
+                x.times(step, &own.k, &k)?;
+                let k = k.heads(self.kv_heads)?;
+                let v = match &own.v {
+                    Some(weight) => {
+                        let v = fitted(&shared.v, tokens, self.kv_heads * self.value_dim)?;
+                        x.times(step, weight, &v)?;
+                        v.heads(self.kv_heads)?
+                    }
+                    None => k.clone(),
+                };
+                Some(NewKeys {
+                    k,
+                    k_norm: own.k_norm.clone(),
+                    v,
+                    norm_values: own.norm_values,
+                    k_cache: cache.k.clone(),
+                    v_cache: cache.v.clone(),
+                    ring: cache.ring,
+                })
+            }
+            KeyValue::Of(_) => None,
+        };
+        let Rotation { dims, base, scale, factors } = &self.rotation;
+        step.push(AttentionHeads {
+            q: q.clone(),
+            q_norm: self.q_norm.clone(),
+            new,
+            positions: positions.clone(),
+            eps,
+            dims: *dims,
+            base: *base,
+            scale: *scale,
+            factors: factors.clone(),
+        })?;
         let a = fitted(&shared.a, tokens, self.heads * self.value_dim)?;
         step.push(Attention {
             q,
@@ -155,13 +152,5 @@ impl AttentionPart {
             ring: cache.ring,
         })?;
         Input::new(step, room, &a, [&self.output])?.times(step, &self.output, &shared.y)
-    }
-
-    /// Norms and rotates heads in place.
-    fn turn(&self, step: &mut Step<'_>, shared: &Shared, heads: &TensorView, norm: &TensorView) -> Result<()> {
-        step.push(RmsNorm::new(heads.clone(), norm.clone(), heads.clone(), shared.eps))?;
-        let Rotation { dims, base, scale, factors } = &self.rotation;
-        let x = if *dims == heads.cols() { heads.clone() } else { heads.narrow(2, 0, *dims)? };
-        step.push(Rope { factors: factors.clone(), ..Rope::neox(x, shared.positions.clone(), *base, *scale) })
     }
 }

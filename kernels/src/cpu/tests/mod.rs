@@ -3,6 +3,7 @@
 mod attention;
 mod elementwise;
 mod experts;
+mod heads;
 mod integer;
 mod matmul;
 mod rows;
