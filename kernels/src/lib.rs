@@ -19,6 +19,7 @@
 //! | [`cpu`] | the bodies for the host device |
 //! | [`cuda`] | the kernels for CUDA devices: sources, compiler, disk cache |
 //! | [`cases`] | what every op is tried with, on any device, against the bodies of the host device |
+//! | [`host`] | ops that the host does beside a device |
 //! | [`probe`] | tiny kernels that show which bytes a graph touches |
 //!
 //! # Cost model
@@ -35,6 +36,7 @@ pub mod cuda;
 #[cfg(any(test, feature = "emulation"))]
 pub mod emulation;
 mod error;
+pub mod host;
 mod module;
 pub mod ops;
 pub mod probe;

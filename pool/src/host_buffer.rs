@@ -1,13 +1,16 @@
 //! Host memory with a token: page-locked buffers, and registered memory that the device reads in place.
 
 use std::marker::PhantomData;
+use std::ops::Deref;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
 
 use zerocopy::IntoBytes;
 
 use crate::driver::DevicePtr;
+use crate::driver::host_memory::Pinned;
 use crate::shared::Shared;
-use crate::{Element, PoolError, Token, Tracked};
+use crate::{Element, PoolError, Stream, Token, Tracked};
 
 /// `len` elements of page-locked host memory, which copies use without a detour. Starts zeroed.
 ///
@@ -48,6 +51,21 @@ impl<T: Element> HostBuffer<T> {
         Ok(())
     }
 
+    /// Says that work queued on a stream so far uses the buffer: it is kept until that is done. For kernels and host
+    /// functions; copies say it themselves.
+    ///
+    /// # Errors
+    /// `Internal` for a buffer that is gone, which a bug would be.
+    pub fn record_stream(&self, stream: &Stream) -> Result<(), PoolError> {
+        self.shared.copy_host(self.tracked, stream, |_, _| Ok(()))
+    }
+
+    /// Its whole words, for what host and device tell each other while both are at work. Empty for an empty buffer.
+    #[must_use]
+    pub fn words(&self) -> HostWords {
+        HostWords(self.shared.pinned(self.tracked))
+    }
+
     /// Waits for the copies that use the buffer and copies it out.
     ///
     /// # Errors
@@ -57,6 +75,17 @@ impl<T: Element> HostBuffer<T> {
         let mut out = vec![T::new_zeroed(); self.len];
         self.shared.with_pinned(self.tracked, |pinned| pinned.read(0, out.as_mut_bytes()));
         Ok(out)
+    }
+}
+
+/// Words of a [`HostBuffer`] that host and device may read and write at any time. Keeps the memory.
+#[derive(Clone, Debug)]
+pub struct HostWords(Option<Arc<Pinned>>);
+
+impl Deref for HostWords {
+    type Target = [AtomicU32];
+    fn deref(&self) -> &[AtomicU32] {
+        self.0.as_ref().map_or(&[], |pinned| pinned.words())
     }
 }
 

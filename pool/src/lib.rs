@@ -55,7 +55,7 @@ pub use element::Element;
 pub use error::{OutOfMemory, PoolError};
 pub use foreign::ForeignRange;
 pub use growing::{Extent, GrowableSlice, Touch};
-pub use host_buffer::{HostBuffer, RegisteredHost};
+pub use host_buffer::{HostBuffer, HostWords, RegisteredHost};
 pub use outputs::{ArenaGraph, Output};
 pub use pointer_table::{PointerTable, TableMember};
 pub use pool::{Pool, RangeKind, Resolved};

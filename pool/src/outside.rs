@@ -174,14 +174,17 @@ impl Shared {
     }
 
     pub(crate) fn with_pinned<R>(&self, index: usize, f: impl FnOnce(&Pinned) -> R) -> Option<R> {
-        let pinned = match self.lock().records.get(index).map(|r| &r.site) {
-            Some(Site::Outside(Outside::Pinned(pinned))) => Arc::clone(pinned),
-            _ => return None,
-        };
-        Some(f(&pinned))
+        self.pinned(index).map(|pinned| f(&pinned))
     }
 
-    /// Queues a copy that uses a host buffer on a stream of any device.
+    pub(crate) fn pinned(&self, index: usize) -> Option<Arc<Pinned>> {
+        match self.lock().records.get(index).map(|r| &r.site) {
+            Some(Site::Outside(Outside::Pinned(pinned))) => Some(Arc::clone(pinned)),
+            _ => None,
+        }
+    }
+
+    /// Queues work that uses a host buffer on a stream of any device.
     pub(crate) fn copy_host(
         &self,
         index: usize,

@@ -1,7 +1,7 @@
 //! Cases of norms, rotary embedding, cache writes, copies, fills and positions.
 
 use super::Case;
-use crate::ops::{Advance, Copy, Fill, KvStore, RmsNorm, Rope, RopeKind, Yarn};
+use crate::ops::{Advance, Copy, Fill, HostAsk, HostWait, KvStore, RmsNorm, Rope, RopeKind, Yarn};
 use crate::quant::QuantType;
 
 const EXACT: f64 = 0.0;
@@ -199,6 +199,14 @@ fn small() -> Vec<Case> {
     }
     list.push(Case::new("fill", "I32", EXACT, |t| Ok(Box::new(Fill { x: t.ints(&[2, 3], &[9; 6])?, value: -7.0 }))));
     list.push(Case::new("advance", "one", EXACT, |t| Ok(Box::new(Advance { positions: t.ints(&[1], &[41])?, by: 1 }))));
+    list.push(Case::new("host_ask", "around the end", EXACT, |t| {
+        Ok(Box::new(HostAsk { turn: t.ints(&[1], &[-1])?, told: t.ints(&[1], &[7])? }))
+    }));
+    for (name, done) in [("answered", [-5, 0]), ("given up", [4, 1])] {
+        list.push(Case::new("host_wait", name, EXACT, move |t| {
+            Ok(Box::new(HostWait { turn: t.ints(&[1], &[-5])?, done: t.ints(&[2], &done)? }))
+        }));
+    }
     list.push(Case::new("advance", "many, around the end", EXACT, |t| {
         let values: Vec<i32> = (0..700).map(|i| i32::MAX - i % 5).collect();
         Ok(Box::new(Advance { positions: t.ints(&[700], &values)?, by: 3 }))

@@ -25,6 +25,7 @@ pub mod simd;
 mod span;
 #[cfg(test)]
 mod tests;
+mod turn;
 mod unfused;
 
 use std::cell::RefCell;
@@ -75,6 +76,8 @@ pub(crate) static KERNELS: &[HostKernel] = &[
     kernel("fill", &[P, D, D, D], rows::fill),
     kernel("get_rows", &[P, D, D, D, S, P, P, D, S, F], rows::get_rows),
     kernel("glu", &[P, S, S, P, S, S, P, S, S, D, D, D, D, F, P, S, S, P, S, S], elementwise::glu),
+    kernel("host_ask", &[P, P], turn::ask),
+    kernel("host_wait", &[P, P], turn::wait),
     kernel("kv_store", &[P, S, S, P, P, D, D, S, S, D, D, D, D], rows::kv_store),
     kernel("matmul", &[P, D, D, D, P, D, S, P, S, P, S], product::matmul),
     kernel("mul", &[P, S, P, S, P, S, D, D], elementwise::mul),

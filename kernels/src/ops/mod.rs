@@ -22,6 +22,7 @@ mod expert_sum;
 mod fill;
 mod get_rows;
 mod glu;
+mod host_turn;
 mod kv_store;
 mod matmul;
 mod quantize;
@@ -52,6 +53,7 @@ pub use expert_sum::ExpertSum;
 pub use fill::Fill;
 pub use get_rows::GetRows;
 pub use glu::{Activation, Glu};
+pub use host_turn::{HostAsk, HostWait};
 pub use kv_store::KvStore;
 pub use matmul::MatMul;
 pub use plan::{Access, Plan};
@@ -162,6 +164,11 @@ impl Call {
     fn new(blocks: usize) -> Self {
         let blocks = u32::try_from(blocks).unwrap_or(u32::MAX).max(1);
         Self { config: LaunchConfig::linear(blocks, 256), args: Args::new() }
+    }
+
+    /// No launch at all, for ops that are not kernels.
+    pub(crate) fn none() -> Self {
+        Self::new(0)
     }
 
     /// A launch of enough blocks for `rows` rows of `cols` elements, where a block takes [`PIECE`] of them at a time.

@@ -1,6 +1,7 @@
 //! Safe faces of the driver's host-memory and copy calls, for the rest of the crate.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
 
 use super::{DevicePtr, DriverResult, DynDriver, HostPtr, StreamHandle};
 
@@ -56,6 +57,13 @@ impl Pinned {
     /// As an address that the device can use too.
     pub(crate) fn ptr(&self) -> DevicePtr {
         DevicePtr(self.ptr.0)
+    }
+
+    /// All whole words of it, for what host and device tell each other while both are at work.
+    pub(crate) fn words(&self) -> &[AtomicU32] {
+        // SAFETY: the allocation is page-aligned, initialised (`new`) and lives as long as `self`; atomic words may be
+        // shared with anyone, the device included. Copies in and out of the same bytes race with nobody but their caller.
+        unsafe { std::slice::from_raw_parts(self.ptr.as_ptr().cast(), self.bytes / size_of::<AtomicU32>()) }
     }
 
     /// Copies out; out-of-range parts are left alone.
