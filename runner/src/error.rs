@@ -147,6 +147,18 @@ pub enum Error {
         /// How many there were.
         tests: usize,
     },
+    /// The host found bad data in its share of a step.
+    #[error("the host's share of a step: {fault}; try: the same with -ngl all, and report it if that works")]
+    HostFault {
+        /// What was found where.
+        fault: String,
+    },
+    /// The host has not so much memory.
+    #[error("the host has no {bytes} bytes for its share of the model; try: a smaller -c, -ub or -b")]
+    HostMemory {
+        /// What was asked for.
+        bytes: usize,
+    },
     /// A check that did not hold.
     #[error("a check did not hold: {0}")]
     CheckFailed(String),

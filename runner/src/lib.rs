@@ -13,6 +13,7 @@ pub mod engine;
 mod error;
 pub mod gguf;
 pub mod models;
+pub mod placement;
 pub mod replay;
 pub mod sampling;
 pub mod scenario;

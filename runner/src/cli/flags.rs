@@ -9,10 +9,12 @@ use serde_json::{Value, json};
 
 use super::device::choose;
 use super::output::say;
+use super::placement::PlacementFlags;
 use super::size::{format_size, parse_size};
 use crate::engine::{ActType, KvType, PoolConfig, PoolMode, Runtime, RuntimeConfig, SessionConfig};
 use crate::error::{Error, Result};
 use crate::gguf::Gguf;
+use crate::models::Decoder;
 use crate::sampling::Sampling;
 
 /// Which model file, and how it is read.
@@ -143,9 +145,8 @@ pub(super) struct EngineFlags {
     /// Activations in products with weights in blocks; weights of floats always take floats
     #[arg(long, value_enum, default_value_t = ActChoice::Q8)]
     act: ActChoice,
-    /// Layers on the device: all of them, for now (also -ngl)
-    #[arg(long = "n-gpu-layers", value_name = "N|auto|all", default_value = "all", allow_hyphen_values = true)]
-    gpu_layers: String,
+    #[command(flatten)]
+    placement: PlacementFlags,
     /// Flash attention: always on (also -fa)
     #[arg(long = "flash-attn", value_name = "on|off|auto", default_value = "auto", num_args = 0..=1, default_missing_value = "on")]
     flash_attn: String,
@@ -161,14 +162,7 @@ impl EngineFlags {
             let found = format!("-ctk {} with -ctv {}", self.cache_type_k.name(), self.cache_type_v.name());
             return missing("caching keys and values in different types", &found, "the same type for both");
         }
-        match self.gpu_layers.as_str() {
-            "all" | "auto" => {}
-            text => match text.parse::<i64>() {
-                Ok(-1 | 999..) => {}
-                Ok(_) => return missing("keeping part of the layers elsewhere", text, "-ngl all"),
-                Err(_) => return Err(Error::argument("-ngl", "a number, auto or all", text)),
-            },
-        }
+        self.placement.placement()?;
         match self.flash_attn.as_str() {
             "on" | "auto" | "1" => Ok(()),
             "off" | "0" => missing("attention by separate products", "-fa off", "-fa on"),
@@ -181,6 +175,11 @@ impl EngineFlags {
         let runtime = device.open(self.act.into())?;
         say(self.describe());
         Ok(runtime)
+    }
+
+    /// Builds the model of a file, each part where these flags want it.
+    pub(super) fn load(&self, file: Arc<Gguf>, runtime: &Runtime) -> Result<Arc<Decoder>> {
+        self.placement.load(file, runtime)
     }
 
     /// The sequence that these flags ask for; `context` and `ubatch` where they leave it open.

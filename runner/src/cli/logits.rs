@@ -9,7 +9,6 @@ use super::output::Output;
 use super::run::{graphs_json, merged, pool_json};
 use crate::engine::Session;
 use crate::error::{Error, Result};
-use crate::models;
 use crate::sampling::Sampling;
 
 #[derive(Debug, clap::Args)]
@@ -38,7 +37,7 @@ pub(super) fn run(flags: &Flags, out: &mut Output) -> Result<()> {
     flags.engine.check()?;
     let file = Arc::new(flags.model.open()?);
     let runtime = flags.engine.open(&flags.device)?;
-    let model = Arc::new(models::load(file, &runtime)?);
+    let model = flags.engine.load(file, &runtime)?;
     let prompt = flags.tokens.check(model.vocabulary)?;
     if prompt.is_empty() {
         return Err(Error::argument("--tokens", "at least one id", "none"));

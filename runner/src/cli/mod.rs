@@ -7,6 +7,7 @@ mod argv;
 mod device;
 mod flags;
 mod output;
+mod placement;
 mod size;
 
 mod bench;

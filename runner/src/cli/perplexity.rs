@@ -10,7 +10,6 @@ use super::output::{Output, progress};
 use super::run::{graphs_json, merged, pool_json};
 use crate::engine::Session;
 use crate::error::{Error, Result};
-use crate::models;
 use crate::tokenizer::{Encode, Tokenizer};
 
 /// A text that fits the context is read in one pass, and every token but the first counts. A longer one is cut
@@ -45,7 +44,7 @@ pub(super) fn run(flags: &Flags, out: &mut Output) -> Result<()> {
         return Err(Error::argument("-f", "a text of at least two tokens", tokens.len()));
     }
     let runtime = flags.engine.open(&flags.device)?;
-    let model = Arc::new(models::load(file, &runtime)?);
+    let model = flags.engine.load(file, &runtime)?;
     let mut config = flags.engine.session(Some(tokens.len().min(model.context)), 512);
     config.logit_rows = ROWS;
     let mut session = Session::new(Arc::clone(&runtime), model, config)?;

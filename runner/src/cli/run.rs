@@ -13,7 +13,6 @@ use crate::chat::{ChatTemplate, Message, Part, Render, Reply};
 use crate::engine::{Runtime, Session};
 use crate::error::{Error, Result};
 use crate::gguf::Gguf;
-use crate::models;
 use crate::tokenizer::{Encode, TextStream, Tokenizer};
 
 #[derive(Debug, clap::Args)]
@@ -86,7 +85,7 @@ pub(super) fn run(flags: &Flags, out: &mut Output) -> Result<()> {
     };
     let prompt = prompt_ids(flags, &file, tokenizer.as_ref())?;
     let runtime = flags.engine.open(&flags.device)?;
-    let model = Arc::new(models::load(file, &runtime)?);
+    let model = flags.engine.load(file, &runtime)?;
     let config = flags.engine.session(None, 512);
     let mut session = Session::new(Arc::clone(&runtime), model, config)?;
     session.set_sampling(&sampling, &prompt)?;

@@ -1,11 +1,13 @@
 //! A model at work: a device with its pool, kernels and graphs, and one sequence of tokens on it.
 
+mod host;
 mod runtime;
 mod session;
 mod step;
 
+pub use host::{Crossing, HostWork};
 pub use runtime::StepKey;
 pub use runtime::{ActType, PoolConfig, PoolMode, Runtime, RuntimeConfig};
 pub use session::{KvType, Mark, Session, SessionConfig};
-pub use step::Step;
+pub use step::{Asked, Step};
 pub(crate) use step::{tensor_bytes, view_of};

@@ -10,6 +10,7 @@ use evergraph_pool::driver::{DeviceOrdinal, DynDriver};
 use evergraph_pool::{Pool, ScratchPolicy, Stream, Touch, Tracked, Use};
 pub use evergraph_pool::{PoolConfig, PoolMode};
 
+use super::host::{HostSide, HostWork};
 use super::step::Step;
 use crate::device::Device;
 use crate::error::Result;
@@ -34,13 +35,15 @@ pub struct RuntimeConfig {
     pub graphs: bool,
     /// Activations in products with weights in blocks; weights of floats always take floats.
     pub act: ActType,
+    /// How the host gets to know of its share of a step, where it has one; none means what is best for the device.
+    pub host_work: Option<HostWork>,
     /// Whether a captured address that no step declared is an error; else it is pinned. For tests.
     pub strict: bool,
 }
 
 impl Default for RuntimeConfig {
     fn default() -> Self {
-        Self { pool: PoolConfig::vmm(), graphs: true, act: ActType::default(), strict: false }
+        Self { pool: PoolConfig::vmm(), graphs: true, act: ActType::default(), host_work: None, strict: false }
     }
 }
 
@@ -138,6 +141,16 @@ impl Runtime {
         &self.config
     }
 
+    /// How the host gets to know of its share of a step.
+    #[must_use]
+    pub fn host_work(&self) -> HostWork {
+        self.config.host_work.unwrap_or(match self.pool.driver().info().backend {
+            // Its streams are threads of this process, which would take the core that is to do the work.
+            "host" => HostWork::Nodes,
+            _ => HostWork::Turns,
+        })
+    }
+
     /// What the graph cache did so far.
     #[must_use]
     pub fn graph_counters(&self) -> Counters {
@@ -151,8 +164,8 @@ impl Runtime {
     }
 
     /// Runs one step: `build` puts the ops together, with scratch from the pool; `uses` is what they need
-    /// besides, and `touches` how far it reaches into what of that grows. With graphs on, a step of the same key is captured and then replayed without `build`, so the
-    /// key must tell apart everything that `build` depends on. Returns how it was run.
+    /// besides, and `touches` how far it reaches into what of that grows. With graphs on, a step of the same key is captured and
+    /// then replayed without `build`, so the key must tell apart everything that `build` depends on. Returns how it was run.
     ///
     /// # Errors
     /// Those of `build`, the pool, the graph cache and the driver.
@@ -163,10 +176,25 @@ impl Runtime {
         touches: &[Touch],
         build: impl Fn(&mut Step<'_>) -> Result<()>,
     ) -> Result<Outcome> {
-        let key = GraphKey::new(key);
+        self.step_beside(key, uses, touches, None, build)
+    }
+
+    /// As [`step`](Self::step), for one in which the host has a share. That is done when this returns.
+    ///
+    /// # Errors
+    /// As for [`step`](Self::step), and those of the host's share.
+    pub(super) fn step_beside(
+        &self,
+        key: StepKey,
+        uses: &[(&dyn Tracked, Use)],
+        touches: &[Touch],
+        side: Option<&HostSide>,
+        build: impl Fn(&mut Step<'_>) -> Result<()>,
+    ) -> Result<Outcome> {
+        let graph_key = GraphKey::new(key);
         // Scratch of an idle graph may be taken when memory is short; the graph is repaired at its next launch.
-        let request = Request::new(&key, &self.pool, &self.stream).policy(ScratchPolicy::Track).touches(touches);
-        self.cache.run(&request, |scope| {
+        let request = Request::new(&graph_key, &self.pool, &self.stream).policy(ScratchPolicy::Track).touches(touches);
+        let ran = self.cache.run(&request, |scope| {
             for (memory, use_) in uses {
                 scope.declare(*memory, *use_)?;
             }
@@ -175,10 +203,23 @@ impl Runtime {
                 scope.declare(blas.workspace(), Use::Scratch)?;
             }
             let allocate = |bytes| Ok(scope.alloc::<u8>(bytes)?);
-            let mut step = Step::new(self.device(), self.config.act, &allocate);
+            let mut step = Step::new(self.device(), self.config.act, &allocate, side, scope.capturing());
             build(&mut step)?;
-            step.launch(&self.kernels, scope.stream().handle())
-        })
+            if let Some(side) = side {
+                side.declare(scope)?;
+            }
+            let parts = step.launch(&self.kernels, scope.stream().handle())?;
+            if let Some(side) = side.filter(|_| scope.capturing()) {
+                side.captured(key, parts);
+            }
+            Ok(())
+        });
+        let Some(side) = side else { return ran };
+        let served = ran.and_then(|ran| if ran.ran.is_graph() { side.serve(key).map(|()| ran) } else { Ok(ran) });
+        if served.is_err() {
+            side.give_up();
+        }
+        served
     }
 }
 

@@ -1,5 +1,6 @@
 //! One sequence of tokens: its cache, its place, its sampling state, all at fixed addresses.
 
+use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -7,10 +8,11 @@ use evergraph_kernels::ops::{Advance, Sample, SampleState, TensorView};
 use evergraph_kernels::quant::QuantType;
 use evergraph_pool::{DeviceSlice, Element, Purpose, Tracked, Use};
 
+use super::host::HostSide;
 use super::runtime::{Runtime, StepKey};
 use super::step::view_of;
 use crate::error::{Error, Result};
-use crate::models::{Decoder, KvCache, Taps};
+use crate::models::{Decoder, KvCache, Rings, Taps};
 use crate::sampling::Sampling;
 
 /// Element type of a cache.
@@ -74,6 +76,9 @@ pub struct Session {
     logit_rows: usize,
     cache: KvCache,
     io: Buffers,
+    /// Where a part of the model is on the host.
+    side: Option<HostSide>,
+    lost: Cell<bool>,
     /// Tokens in the cache.
     taken: usize,
     /// Tokens of the last step of a prompt.
@@ -88,7 +93,7 @@ pub struct Mark {
     session: u64,
     taken: usize,
     /// What sliding windows held there.
-    rings: Vec<Vec<u8>>,
+    rings: Option<Rings>,
 }
 
 impl Mark {
@@ -184,7 +189,22 @@ impl Session {
         };
         let cache = KvCache::new(runs, &model.blocks, context, ubatch, config.kv)?;
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
-        Ok(Self { runtime, model, id, context, ubatch, logit_rows, cache, io, taken: 0, last_batch: 0, placed: None })
+        let side = model.uses_host().then(|| HostSide::new(&runtime, model.weights.keep())).transpose()?;
+        Ok(Self {
+            runtime,
+            model,
+            id,
+            context,
+            ubatch,
+            logit_rows,
+            cache,
+            io,
+            side,
+            lost: Cell::new(false),
+            taken: 0,
+            last_batch: 0,
+            placed: None,
+        })
     }
 
     /// Tokens so far.
@@ -237,6 +257,7 @@ impl Session {
         self.taken = 0;
         self.last_batch = 0;
         self.placed = None;
+        self.lost.set(false);
         self.cache.clear()
     }
 
@@ -245,7 +266,7 @@ impl Session {
     /// # Errors
     /// Those of the device.
     pub fn mark(&self) -> Result<Mark> {
-        let rings = if self.taken == 0 { Vec::new() } else { self.cache.keep_rings(self.runtime.stream())? };
+        let rings = if self.taken == 0 { None } else { Some(self.cache.keep_rings(self.runtime.stream())?) };
         Ok(Mark { session: self.id, taken: self.taken, rings })
     }
 
@@ -259,8 +280,11 @@ impl Session {
             let place = format!("a mark after {} tokens to go back to from {}", mark.taken, self.taken);
             return Err(Error::CheckFailed(place));
         }
-        self.cache.restore_rings(self.runtime.stream(), &mark.rings)?;
+        if let Some(rings) = &mark.rings {
+            self.cache.restore_rings(self.runtime.stream(), rings)?;
+        }
         (self.taken, self.last_batch, self.placed) = (mark.taken, 0, None);
+        self.lost.set(false);
         Ok(())
     }
 
@@ -289,7 +313,14 @@ impl Session {
         let mut uses = self.model.uses();
         uses.extend(self.cache.uses());
         uses.extend(self.io.uses());
-        self.runtime.step(key, &uses, self.cache.touches(), build).map(|_| ())
+        if self.lost.get() {
+            let lost = "an earlier error left the sequence half done: clear it".to_owned();
+            return Err(Error::CheckFailed(lost));
+        }
+        let ran = self.runtime.step_beside(key, &uses, self.cache.touches(), self.side.as_ref(), build);
+        // The device went on without the host's share.
+        self.lost.set(self.side.is_some() && ran.is_err());
+        ran.map(|_| ())
     }
 
     /// Appends tokens, as many at a time as fit a step. After each step `each` gets the session, the number of
@@ -365,7 +396,7 @@ impl Session {
 
     fn read_logits(&self, rows: usize) -> Result<Vec<f32>> {
         let mut out = vec![0.0; rows * self.model.vocabulary];
-        self.runtime.stream().download_into(&self.io.logits.slice, &mut out)?;
+        self.download(&self.io.logits.slice, &mut out)?;
         Ok(out)
     }
 
@@ -436,9 +467,16 @@ impl Session {
         })
     }
 
+    fn download<T: Element>(&self, from: &DeviceSlice<T>, into: &mut [T]) -> Result<()> {
+        self.runtime.stream().download_into(from, into)?;
+        let checked = self.side.as_ref().map_or(Ok(()), HostSide::check);
+        self.lost.set(self.lost.get() || checked.is_err());
+        checked
+    }
+
     fn read_token(&self) -> Result<u32> {
         let mut token = [0i32];
-        self.runtime.stream().download_into(&self.io.token.slice, &mut token)?;
+        self.download(&self.io.token.slice, &mut token)?;
         let vocabulary = self.model.vocabulary;
         match u32::try_from(token[0]) {
             Ok(id) if (id as usize) < vocabulary => Ok(id),
@@ -454,7 +492,7 @@ impl Session {
     pub fn output(&self, index: usize) -> Result<Vec<f32>> {
         let Some(tap) = self.io.taps.get(index) else { return Ok(Vec::new()) };
         let mut out = vec![0.0; self.last_batch * self.model.width];
-        self.runtime.stream().download_into(&tap.slice, &mut out)?;
+        self.download(&tap.slice, &mut out)?;
         Ok(out)
     }
 }

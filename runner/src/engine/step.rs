@@ -1,15 +1,19 @@
 //! A step being put together: ops, and scratch that lives as long as the step.
 
+use std::sync::Arc;
+
 use evergraph_kernels::Kernels;
+use evergraph_kernels::host::{HostPart, Keep};
 use evergraph_kernels::ops::{Op, Plan, Root, TensorView};
 use evergraph_kernels::quant::QuantType;
 use evergraph_pool::driver::{DeviceOrdinal, StreamHandle};
 use evergraph_pool::{DeviceSlice, Tracked};
 
+use super::host::{Crossing, HostSide, HostWork};
 use super::runtime::ActType;
-use crate::error::Result;
+use crate::error::{Error, Result};
 
-/// Ops in the order they run, and their scratch.
+/// Ops in the order they run, and their scratch. Some of them the host may do: see [`on_host`](Self::on_host).
 ///
 /// # Reuse and capture
 /// Scratch comes from the pool while the step is put together and goes back, in stream order, once its ops
@@ -18,17 +22,45 @@ pub struct Step<'a> {
     device: DeviceOrdinal,
     act: ActType,
     allocate: &'a dyn Fn(usize) -> Result<DeviceSlice<u8>>,
+    side: Option<&'a HostSide>,
+    capturing: bool,
+    /// Ops up to the next place where the host is waited for, and who does them.
     plan: Plan,
+    on_host: bool,
+    /// What was before it, each with what the host has to do then.
+    done: Vec<(Plan, Arc<HostPart>)>,
     scratch: Vec<DeviceSlice<u8>>,
+    /// What keeps the host's memory that ops at hand use.
+    keep: Vec<Keep>,
+    asked: bool,
 }
+
+/// What the host was asked for and not yet waited for.
+#[must_use]
+#[derive(Debug)]
+pub struct Asked(Arc<HostPart>);
 
 impl<'a> Step<'a> {
     pub(super) fn new(
         device: DeviceOrdinal,
         act: ActType,
         allocate: &'a dyn Fn(usize) -> Result<DeviceSlice<u8>>,
+        side: Option<&'a HostSide>,
+        capturing: bool,
     ) -> Self {
-        Self { device, act, allocate, plan: Plan::new(), scratch: Vec::new() }
+        Self {
+            device,
+            act,
+            allocate,
+            side,
+            capturing,
+            plan: Plan::new(),
+            on_host: false,
+            done: Vec::new(),
+            scratch: Vec::new(),
+            keep: Vec::new(),
+            asked: false,
+        }
     }
 
     /// What products with weights in blocks are to take.
@@ -37,11 +69,22 @@ impl<'a> Step<'a> {
         self.act
     }
 
-    /// Scratch of a shape. Contents are undefined.
+    /// Whether ops at hand are the host's.
+    #[must_use]
+    pub fn is_on_host(&self) -> bool {
+        self.on_host
+    }
+
+    /// Scratch of a shape, where the ops at hand run. Contents are undefined.
     ///
     /// # Errors
     /// Those of the pool.
     pub fn scratch(&mut self, name: &'static str, ty: QuantType, shape: &[usize]) -> Result<TensorView> {
+        if self.on_host {
+            let (view, keep) = self.side()?.scratch(name, ty, shape)?;
+            self.keep(keep);
+            return Ok(view);
+        }
         let slice = (self.allocate)(tensor_bytes(ty, shape)?)?;
         let view = view_of(&slice, name, self.device, ty, shape)?;
         self.scratch.push(slice);
@@ -64,21 +107,103 @@ impl<'a> Step<'a> {
         Ok(self.plan.push(op)?)
     }
 
-    /// The ops so far.
-    #[must_use]
-    pub fn plan(&self) -> &Plan {
-        &self.plan
+    /// Keeps memory of the host as long as ops at hand may run.
+    pub fn keep(&mut self, keep: Keep) {
+        if !self.keep.iter().any(|kept| Arc::ptr_eq(kept, &keep)) {
+            self.keep.push(keep);
+        }
     }
 
-    /// Queues the ops, then lets go of the scratch.
-    pub(super) fn launch(self, kernels: &Kernels, stream: StreamHandle) -> Result<()> {
-        Ok(self.plan.launch(kernels, stream)?)
+    /// Memory that device and host reach both, for what one makes and the other reads in one share of the host's. Contents
+    /// are undefined. What the host made is to be read before the next share begins.
+    ///
+    /// # Errors
+    /// Those of the pool; [`Error::CheckFailed`] where nothing of the model is on the host.
+    pub fn crossing(&self, name: &'static str, ty: QuantType, shape: &[usize]) -> Result<Crossing> {
+        self.side()?.crossing(name, ty, shape)
+    }
+
+    /// Asks the host to do the ops that `build` appends, on memory of the host, once the device has come here. They run
+    /// while the device does what is appended next, up to [`wait`](Self::wait).
+    ///
+    /// # Errors
+    /// Those of `build`; [`Error::CheckFailed`] where nothing of the model is on the host, or while it is asked already.
+    pub fn on_host(&mut self, build: impl FnOnce(&mut Self) -> Result<()>) -> Result<Asked> {
+        let side = self.side()?;
+        if self.on_host || self.asked {
+            return Err(Error::CheckFailed("the host is asked for two things at once".to_owned()));
+        }
+        let outer = std::mem::take(&mut self.plan);
+        self.on_host = true;
+        let built = build(self);
+        self.on_host = false;
+        let plan = std::mem::replace(&mut self.plan, outer);
+        let mut keep = std::mem::take(&mut self.keep);
+        built?;
+        keep.extend(side.keep().iter().cloned());
+        let part = Arc::new(HostPart::new(&plan, keep)?);
+        match side.how() {
+            HostWork::Turns => self.push(side.ask())?,
+            HostWork::Nodes => self.push(side.node(&part))?,
+        }
+        self.asked = true;
+        Ok(Asked(part))
+    }
+
+    /// Waits for what the host was asked for.
+    ///
+    /// # Errors
+    /// [`Error::CheckFailed`] where nothing of the model is on the host.
+    pub fn wait(&mut self, asked: Asked) -> Result<()> {
+        let side = self.side()?;
+        if side.how() == HostWork::Turns {
+            self.done.push((std::mem::take(&mut self.plan), asked.0));
+            self.push(side.wait())?;
+        }
+        side.begin_part();
+        self.asked = false;
+        Ok(())
+    }
+
+    fn side(&self) -> Result<&'a HostSide> {
+        self.side.ok_or_else(|| Error::CheckFailed("a step without a host's share asks for one".to_owned()))
+    }
+
+    /// Number of ops so far, the host's not counted.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.done.iter().map(|(plan, _)| plan.ops().len()).sum::<usize>() + self.plan.ops().len()
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Queues the ops, then lets go of the scratch. Gives back what the host has to do once it is launched, if this was
+    /// captured; else that was done.
+    pub(super) fn launch(self, kernels: &Kernels, stream: StreamHandle) -> Result<Vec<Arc<HostPart>>> {
+        let mut parts = Vec::new();
+        for (plan, part) in self.done {
+            plan.launch(kernels, stream)?;
+            match self.side {
+                Some(side) if !self.capturing => side.answer(&part)?,
+                _ => parts.push(part),
+            }
+        }
+        self.plan.launch(kernels, stream)?;
+        Ok(parts)
     }
 }
 
 impl std::fmt::Debug for Step<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Step").field("plan", &self.plan).field("scratch", &self.scratch.len()).finish_non_exhaustive()
+        f.debug_struct("Step")
+            .field("plan", &self.plan)
+            .field("parts of the host", &self.done.len())
+            .field("scratch", &self.scratch.len())
+            .finish_non_exhaustive()
     }
 }
 

@@ -3,16 +3,19 @@
 use evergraph_kernels::ops::{RmsNorm, TensorView};
 
 use super::attention::{AttentionPart, KeyValue};
-use super::feed_forward::{Branch, RouterScratch};
-use super::input::Room;
+use super::feed_forward::{AskedExperts, Branch, RouterScratch};
+use super::input::{Room, is_on_host};
 use super::kv::LayerCache;
 use super::layer_input::LayerInput;
 use crate::engine::Step;
 use crate::error::Result;
+use crate::placement::Home;
 
 /// A pre- and post-normed residual block.
 #[derive(Debug)]
 pub struct Block {
+    /// Where it is.
+    pub home: Home,
     /// Norm before attention, `[D]`.
     pub attn_norm: TensorView,
     /// Attention.
@@ -54,10 +57,10 @@ pub(super) struct Shared {
 }
 
 impl Shared {
-    /// Room for any of the blocks, with tokens at these positions.
+    /// Room for any of the blocks, which are where the step's ops at hand run, with tokens at these positions.
     pub(super) fn new(
         step: &mut Step<'_>,
-        blocks: &[Block],
+        blocks: &[&Block],
         positions: &TensorView,
         width: usize,
         eps: f32,
@@ -66,16 +69,19 @@ impl Shared {
         fn most<'a, T: 'a>(list: impl Iterator<Item = &'a T>, of: impl Fn(&T) -> usize) -> usize {
             list.map(of).max().unwrap_or(1).max(1)
         }
+        let elsewhere = !step.is_on_host();
         let attentions = || blocks.iter().map(|block| &block.attention);
         let own = || attentions().filter(|part| matches!(part.kv, KeyValue::Own(_)));
-        let parts = || blocks.iter().flat_map(|block| &block.branches).map(|branch| &branch.part);
+        let branches = || blocks.iter().flat_map(|block| &block.branches).map(|branch| &branch.part);
+        // A part that the host does beside the device has its room there.
+        let parts = || branches().filter(|part| !(elsewhere && part.is_on_host()));
         let inputs = || blocks.iter().filter_map(|block| block.input.as_ref());
         let attended = most(attentions(), |part| part.heads * part.value_dim);
         let input = most(inputs(), |input| input.gate.dim(0));
         let hidden = most(parts(), |part| part.hidden()).max(input);
         let several = blocks.iter().any(|block| block.branches.len() > 1);
         let widest = width.max(attended).max(hidden);
-        let room = Room::new(step, tokens.saturating_mul(widest), blocks.iter().flat_map(Block::products))?;
+        let room = Room::new(step, tokens.saturating_mul(widest), blocks.iter().flat_map(|block| block.products()))?;
         Ok(Self {
             positions: positions.clone(),
             eps,
@@ -88,7 +94,7 @@ impl Shared {
             a: step.floats("attention", &[tokens, attended])?,
             gate: step.floats("ffn gate", &[tokens, hidden])?,
             up: step.floats("ffn up", &[tokens, most(parts(), |part| part.up())])?,
-            router: RouterScratch::new(step, parts().filter_map(|part| part.experts()), tokens, width)?,
+            router: RouterScratch::new(step, branches().filter_map(|part| part.experts()), tokens, width)?,
             room,
         })
     }
@@ -109,6 +115,17 @@ impl Block {
         self.attention.products().chain(branches).chain(self.input.iter().flat_map(LayerInput::products))
     }
 
+    /// Asks the host for its branch before the others are begun, so that it runs beside them; none where it has none, or more
+    /// than that to do here.
+    fn ask_host(&self, step: &mut Step<'_>, shared: &Shared, h: &TensorView) -> Result<Option<(usize, AskedExperts)>> {
+        let on_host = |branch: &Branch| branch.part.products().any(is_on_host);
+        let mut there = self.branches.iter().enumerate().filter(|(_, branch)| on_host(branch));
+        match (there.next(), there.next()) {
+            (Some((index, branch)), None) => Ok(branch.ask_host(step, shared, h)?.map(|asked| (index, asked))),
+            _ => Ok(None),
+        }
+    }
+
     /// `h` (`[T, D]`) through the block, in place. `input` (`[T, P]`) is the block's own, if it takes one.
     pub(super) fn forward(
         &self,
@@ -122,8 +139,10 @@ impl Block {
         self.attention.forward(step, shared, h, &self.attn_norm, cache)?;
         step.push(RmsNorm::add_to(h.clone(), shared.y.clone(), self.post_attn_norm.clone(), eps))?;
 
+        let mut asked = self.ask_host(step, shared, h)?;
         for (index, branch) in self.branches.iter().enumerate() {
-            branch.forward(step, shared, h, index > 0)?;
+            let asked = asked.take_if(|(of, _)| *of == index).map(|(_, asked)| asked);
+            branch.forward(step, shared, h, index > 0, asked)?;
         }
         let input = self.input.as_ref().zip(input);
         let gain = if input.is_some() { 1.0 } else { self.gain };

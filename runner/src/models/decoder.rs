@@ -1,15 +1,19 @@
 //! A stack of blocks between an embedding and an output matrix.
 
-use evergraph_kernels::ops::{Copy, GetRows, RmsNorm, Softcap, TensorView};
+use std::ops::Range;
+use std::sync::Arc;
+
+use evergraph_kernels::ops::{Copy, RmsNorm, Softcap, TensorView};
 use evergraph_pool::{Tracked, Use};
 
 use super::block::{Block, Shared};
-use super::input::{Input, Room};
+use super::input::{Input, Room, get_rows};
 use super::kv::KvCache;
 use super::layer_input::LayerInputs;
 use super::weights::Weights;
 use crate::engine::Step;
 use crate::error::Result;
+use crate::placement::Home;
 
 /// A model that reads tokens one after the other.
 #[derive(Debug)]
@@ -48,6 +52,12 @@ pub struct Taps {
 }
 
 impl Decoder {
+    /// Whether the host has a share in its steps.
+    #[must_use]
+    pub fn uses_host(&self) -> bool {
+        self.weights.any_on_host()
+    }
+
     /// What a step of this model depends on, besides its sequence.
     pub fn uses(&self) -> Vec<(&dyn Tracked, Use)> {
         self.weights.uses()
@@ -68,27 +78,81 @@ impl Decoder {
     ) -> Result<()> {
         let tokens = ids.dim(0);
         let h = step.floats("residual", &[tokens, self.width])?;
-        step.push(GetRows {
-            table: self.embedding.clone(),
-            ids: ids.clone(),
-            out: h.clone(),
-            scale: self.embedding_scale,
-        })?;
+        get_rows(step, &self.embedding, ids, &h, self.embedding_scale)?;
         let inputs = match &self.layer_inputs {
             Some(inputs) => Some((inputs.forward(step, ids, &h, self.eps)?, inputs.width)),
             None => None,
         };
-        let shared = Shared::new(step, &self.blocks, positions, self.width, self.eps)?;
-        for (index, (block, layer)) in self.blocks.iter().zip(cache.layers()).enumerate() {
-            let input = match &inputs {
-                Some((inputs, width)) => Some(inputs.narrow(1, index * width, *width)?),
-                None => None,
+        let ours: Vec<&Block> = self.blocks.iter().filter(|block| block.home == Home::Device).collect();
+        let shared = Shared::new(step, &ours, positions, self.width, self.eps)?;
+        let mut index = 0;
+        while let Some(block) = self.blocks.get(index) {
+            let next = match block.home {
+                Home::Device => {
+                    let input = match &inputs {
+                        Some((inputs, width)) => Some(inputs.narrow(1, index * width, *width)?),
+                        None => None,
+                    };
+                    block.forward(step, &shared, &h, input.as_ref(), &cache.layers()[index])?;
+                    index + 1
+                }
+                Home::Host => {
+                    let end = self.end_on_host(index, taps.is_some());
+                    self.on_host(step, index..end, [&h, positions], inputs.as_ref(), cache)?;
+                    end
+                }
             };
-            block.forward(step, &shared, &h, input.as_ref(), layer)?;
-            tap(step, taps, index, &h)?;
+            index = next;
+            tap(step, taps, index - 1, &h)?;
         }
         step.push(RmsNorm::new(h, self.output_norm.clone(), out.clone(), self.eps))?;
         tap(step, taps, self.blocks.len(), out)
+    }
+
+    /// Where the blocks end that the host does at a stretch from block `start` on.
+    fn end_on_host(&self, start: usize, one_by_one: bool) -> usize {
+        let blocks = self.blocks.iter().skip(start).take(if one_by_one { 1 } else { usize::MAX });
+        start + blocks.take_while(|block| block.home == Home::Host).count()
+    }
+
+    /// `h` through blocks that are on the host: it crosses, and comes back.
+    fn on_host(
+        &self,
+        step: &mut Step<'_>,
+        blocks: Range<usize>,
+        [h, positions]: [&TensorView; 2],
+        inputs: Option<&(TensorView, usize)>,
+        cache: &KvCache,
+    ) -> Result<()> {
+        let crossed = |step: &mut Step<'_>, name, view: &TensorView| {
+            let crossing = step.crossing(name, view.ty(), view.shape())?;
+            step.push(Copy { src: view.clone(), dst: crossing.device.clone() })?;
+            Ok::<_, crate::Error>(crossing)
+        };
+        let residual = crossed(step, "residual on the host", h)?;
+        let positions = crossed(step, "positions on the host", positions)?;
+        let inputs = match inputs {
+            Some((inputs, width)) => {
+                let here = inputs.narrow(1, blocks.start * width, blocks.len() * width)?;
+                Some((crossed(step, "layer inputs on the host", &here)?.host, *width))
+            }
+            None => None,
+        };
+        let asked = step.on_host(|step| {
+            let ours: Vec<&Block> = self.blocks[blocks.clone()].iter().collect();
+            let shared = Shared::new(step, &ours, &positions.host, self.width, self.eps)?;
+            for (number, (block, layer)) in ours.iter().zip(&cache.layers()[blocks.clone()]).enumerate() {
+                let input = match &inputs {
+                    Some((inputs, width)) => Some(inputs.narrow(1, number * width, *width)?),
+                    None => None,
+                };
+                layer.on_host.iter().for_each(|block| step.keep(Arc::clone(block) as _));
+                block.forward(step, &shared, &residual.host, input.as_ref(), layer)?;
+            }
+            Ok(())
+        })?;
+        step.wait(asked)?;
+        step.push(Copy { src: residual.device, dst: h.clone() })
     }
 
     /// Normed outputs (`[R, D]`) to logits (`[R, V]`).

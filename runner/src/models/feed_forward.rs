@@ -1,12 +1,12 @@
 //! Feed-forward parts: dense, and with experts that a router picks.
 
-use evergraph_kernels::ops::{Activation, Add, ExpertSum, Glu, MatMul, RmsNorm, Router, Scoring, TensorView};
+use evergraph_kernels::ops::{Activation, Add, Copy, ExpertSum, Glu, RmsNorm, Router, Scoring, TensorView};
 use evergraph_kernels::quant::QuantType;
 
 use super::block::{Shared, fitted};
-use super::input::Input;
+use super::input::{CrossingInput, Input, Room, is_on_host};
 use super::weights::Weights;
-use crate::engine::Step;
+use crate::engine::{Asked, Step};
 use crate::error::Result;
 
 /// One of the feed-forward parts of a block, which stand side by side: all read the residual stream, and their outputs
@@ -82,8 +82,24 @@ pub(super) struct RouterScratch {
     logits: TensorView,
     ids: TensorView,
     weights: TensorView,
-    /// `[T, K, D]`.
+    /// `[T, K, D]`; none where all experts are the host's.
+    y: Option<TensorView>,
+}
+
+/// What the host was asked for, and where its result will be.
+#[derive(Debug)]
+pub(super) struct AskedExperts {
+    asked: Asked,
+    /// `[T, D]`.
+    sum: TensorView,
+}
+
+/// Room between the products of experts, `[T, …]` each.
+struct ExpertRoom<'a> {
+    gate: TensorView,
+    up: TensorView,
     y: TensorView,
+    quantised: Option<&'a Room>,
 }
 
 impl RouterScratch {
@@ -95,24 +111,68 @@ impl RouterScratch {
         width: usize,
     ) -> Result<Option<Self>> {
         let Some(count) = experts.clone().map(|experts| experts.router.dim(0)).max() else { return Ok(None) };
-        let used = experts.map(|experts| experts.used).max().unwrap_or(1);
+        let used = experts.clone().map(|experts| experts.used).max().unwrap_or(1);
+        let here = step.is_on_host() || experts.clone().any(|experts| !experts.are_on_host());
         Ok(Some(Self {
             logits: step.floats("router logits", &[tokens, count])?,
             ids: step.scratch("expert ids", QuantType::I32, &[tokens, used])?,
             weights: step.floats("expert weights", &[tokens, used])?,
-            y: step.floats("expert outputs", &[tokens, used * width])?,
+            y: if here { Some(step.floats("expert outputs", &[tokens, used * width])?) } else { None },
         }))
     }
 }
 
 impl Branch {
-    /// What the branch adds for `h`, into `shared.y`: in place of what is there, or on top of it.
-    pub(super) fn forward(&self, step: &mut Step<'_>, shared: &Shared, h: &TensorView, on_top: bool) -> Result<()> {
-        let (y, eps) = (&shared.y, shared.eps);
-        let out = if on_top { shared.branch.as_ref().unwrap_or(y) } else { y };
+    /// Asks the host for what it alone does in this branch, if it does.
+    pub(super) fn ask_host(
+        &self,
+        step: &mut Step<'_>,
+        shared: &Shared,
+        h: &TensorView,
+    ) -> Result<Option<AskedExperts>> {
         match &self.part {
-            FeedForward::Dense(dense) => dense.forward(step, shared, h, &self.norm, out)?,
-            FeedForward::Experts(experts) => experts.forward(step, shared, h, &self.norm, out)?,
+            FeedForward::Experts(experts) if experts.are_on_host() && !step.is_on_host() => {
+                experts.ask_host(step, shared, h, &self.norm)
+            }
+            _ => Ok(None),
+        }
+    }
+
+    /// What the branch adds for `h`, into `shared.y`: in place of what is there, or on top of it. The host may have been asked
+    /// for it.
+    pub(super) fn forward(
+        &self,
+        step: &mut Step<'_>,
+        shared: &Shared,
+        h: &TensorView,
+        on_top: bool,
+        asked: Option<AskedExperts>,
+    ) -> Result<()> {
+        let (y, eps) = (&shared.y, shared.eps);
+        let mut out = if on_top { shared.branch.as_ref().unwrap_or(y) } else { y };
+        let asked = match asked {
+            Some(asked) => Some(asked),
+            None => self.ask_host(step, shared, h)?,
+        };
+        let sum = match (asked, &self.part) {
+            (Some(AskedExperts { asked, sum }), _) => {
+                step.wait(asked)?;
+                Some(sum)
+            }
+            (None, FeedForward::Dense(dense)) => {
+                dense.forward(step, shared, h, &self.norm, out)?;
+                None
+            }
+            (None, FeedForward::Experts(experts)) => {
+                experts.forward(step, shared, h, &self.norm, out)?;
+                None
+            }
+        };
+        match &sum {
+            // Read where the host put it, but for a branch without a norm of its own that is to leave it in `y`.
+            Some(sum) if on_top || self.post_norm.is_some() => out = sum,
+            Some(sum) => step.push(Copy { src: sum.clone(), dst: out.clone() })?,
+            None => {}
         }
         match (&self.post_norm, on_top) {
             (Some(norm), true) => step.push(RmsNorm::add_to(y.clone(), out.clone(), norm.clone(), eps)),
@@ -132,6 +192,11 @@ impl FeedForward {
         }
     }
 
+    /// Whether the host does it beside the device.
+    pub(super) fn is_on_host(&self) -> bool {
+        self.experts().is_some_and(Experts::are_on_host)
+    }
+
     /// Elements between the two products, for each token.
     pub(super) fn hidden(&self) -> usize {
         match self {
@@ -143,19 +208,18 @@ impl FeedForward {
     /// Elements beside the gate's, for each token.
     pub(super) fn up(&self) -> usize {
         match self {
-            Self::Experts(experts) if matches!(experts.gate_up, GateUp::Merged(_)) => 2 * self.hidden(),
-            _ => self.hidden(),
+            Self::Experts(experts) => experts.up(),
+            Self::Dense(_) => self.hidden(),
         }
     }
 
     /// The weights of its products.
     pub(super) fn products(&self) -> impl Iterator<Item = &TensorView> {
-        match self {
-            Self::Dense(dense) => [Some(&dense.gate), Some(&dense.up), Some(&dense.down)],
-            Self::Experts(experts) => experts.weights(),
-        }
-        .into_iter()
-        .flatten()
+        let (dense, experts) = match self {
+            Self::Dense(dense) => (Some([&dense.gate, &dense.up, &dense.down]), None),
+            Self::Experts(experts) => (None, Some(experts.products())),
+        };
+        dense.into_iter().flatten().chain(experts.into_iter().flatten())
     }
 }
 
@@ -197,11 +261,18 @@ impl Dense {
 
 impl GateUp {
     /// Its tensors, one or two.
-    fn tensors(&self) -> [Option<&TensorView>; 2] {
+    fn weights(&self) -> impl Iterator<Item = &TensorView> + Clone {
         match self {
             Self::Apart { gate, up } => [Some(gate), Some(up)],
             Self::Merged(both) => [Some(both), None],
         }
+        .into_iter()
+        .flatten()
+    }
+
+    /// Whether all of it is on the host.
+    pub(super) fn is_on_host(&self) -> bool {
+        self.weights().all(is_on_host)
     }
 
     /// Those of a block whose tensors `name` names: merged in one, or two.
@@ -222,19 +293,19 @@ impl GateUp {
 
 impl Experts {
     /// Those of the experts, all of them.
-    fn weights(&self) -> [Option<&TensorView>; 3] {
-        let [gate, up] = self.gate_up.tensors();
-        [gate, up, Some(&self.down)]
-    }
-
     /// The weights of the experts' products, without the router.
-    pub(super) fn products(&self) -> impl Iterator<Item = &TensorView> {
-        self.weights().into_iter().flatten()
+    pub(super) fn products(&self) -> impl Iterator<Item = &TensorView> + Clone {
+        self.gate_up.weights().chain([&self.down])
     }
 
     /// Elements between an expert's two products.
     fn hidden(&self) -> usize {
         self.down.dim(2)
+    }
+
+    /// Whether all of them are on the host.
+    pub(super) fn are_on_host(&self) -> bool {
+        self.products().all(is_on_host)
     }
 
     fn forward(
@@ -245,59 +316,136 @@ impl Experts {
         norm: &TensorView,
         out: &TensorView,
     ) -> Result<()> {
-        let Some(scratch) = &shared.router else { return Ok(()) };
-        let (tokens, used, width, eps) = (h.dim(0), self.used, h.dim(1), shared.eps);
-        let fit = |buffer: &TensorView, cols: usize| fitted(buffer, tokens, cols);
-        let (logits, ids) = (fit(&scratch.logits, self.router.dim(0))?, fit(&scratch.ids, used)?);
-        let weights = fit(&scratch.weights, used)?;
-        // The choice of experts is made of floats always: a rounded input may choose others.
-        let logits_of = |x: &TensorView| MatMul::new(self.router.clone(), x.clone(), logits.clone());
-        if let Some((norm, scale)) = &self.router_norm {
-            step.push(RmsNorm { scale: *scale, ..RmsNorm::new(h.clone(), norm.clone(), shared.x.clone(), eps) })?;
-            step.push(logits_of(&shared.x))?;
-        }
-        let room = shared.room.as_ref();
-        let norm = RmsNorm::new(h.clone(), norm.clone(), shared.x.clone(), eps);
-        let x = Input::unwritten(
-            room,
-            &shared.x,
-            self.gate_up.tensors().into_iter().flatten(),
-            self.router_norm.is_none(),
-        )?;
-        let x = x.norm(step, norm)?;
-        if self.router_norm.is_none() {
-            step.push(logits_of(&shared.x))?;
-        }
-        step.push(Router {
-            logits,
-            bias: None,
-            ids: ids.clone(),
-            weights: weights.clone(),
-            scoring: Scoring::Softmax,
-            groups: None,
-            norm: true,
-            scale: 1.0,
+        let Some(scratch @ RouterScratch { ids, weights, y: Some(y), .. }) = &shared.router else { return Ok(()) };
+        let fit = |buffer: &TensorView, cols: usize| fitted(buffer, h.dim(0), cols);
+        let (ids, weights) = (fit(ids, self.used)?, fit(weights, self.used)?);
+        let logits = self.logits(step, shared, scratch, h, norm)?;
+        step.push(choose(logits, &ids, &weights))?;
+        let room = ExpertRoom {
+            gate: fit(&shared.gate, self.used * self.hidden())?,
+            up: fit(&shared.up, self.up())?,
+            y: fit(y, self.used * h.dim(1))?,
+            quantised: shared.room.as_ref(),
+        };
+        let x = Input::unwritten(room.quantised, &shared.x, self.gate_up.weights(), self.router_norm.is_none())?;
+        let x = self.write_input(step, shared, h, norm, x)?;
+        self.outputs(step, &x, [ids, weights], &room, out)
+    }
+
+    /// Asks the host for the sum of the experts' outputs. What they take crosses in as few bytes as it has.
+    fn ask_host(
+        &self,
+        step: &mut Step<'_>,
+        shared: &Shared,
+        h: &TensorView,
+        norm: &TensorView,
+    ) -> Result<Option<AskedExperts>> {
+        let Some(scratch) = &shared.router else { return Ok(None) };
+        let (tokens, width, used, hidden) = (h.dim(0), h.dim(1), self.used, self.hidden());
+        // Before anything crosses: the router may be on the host too, and have a turn of its own.
+        let logits = self.logits(step, shared, scratch, h, norm)?;
+        let ids = step.crossing("expert ids on the host", QuantType::I32, &[tokens, used])?;
+        let weights = step.crossing("expert weights on the host", QuantType::F32, &[tokens, used])?;
+        step.push(choose(logits, &ids.device, &weights.device))?;
+        let CrossingInput { written, read: x } = Input::crossing(step, &shared.x, self.gate_up.weights())?;
+        self.write_input(step, shared, h, norm, written)?;
+        let sum = step.crossing("sum of experts of the host", QuantType::F32, &[tokens, width])?;
+        let asked = step.on_host(|step| {
+            let quantised = Room::new(step, tokens * used * hidden, [&self.down])?;
+            let room = ExpertRoom {
+                gate: step.floats("expert gate", &[tokens, used * hidden])?,
+                up: step.floats("expert up", &[tokens, self.up()])?,
+                y: step.floats("expert outputs", &[tokens, used * width])?,
+                quantised: quantised.as_ref(),
+            };
+            self.outputs(step, &x, [ids.host, weights.host], &room, &sum.host)
         })?;
-        let hidden = self.hidden();
-        let gate_out = fit(&shared.gate, used * hidden)?.heads(used)?;
+        Ok(Some(AskedExperts { asked, sum: sum.device }))
+    }
+
+    /// Elements beside the gate's, for each token.
+    fn up(&self) -> usize {
+        let hidden = self.used * self.hidden();
+        if matches!(self.gate_up, GateUp::Merged(_)) { 2 * hidden } else { hidden }
+    }
+
+    /// The router's logits, made of its normed input in `shared.x`.
+    fn logits(
+        &self,
+        step: &mut Step<'_>,
+        shared: &Shared,
+        scratch: &RouterScratch,
+        h: &TensorView,
+        norm: &TensorView,
+    ) -> Result<TensorView> {
+        if let Some((norm, scale)) = &self.router_norm {
+            let norm = RmsNorm::new(h.clone(), norm.clone(), shared.x.clone(), shared.eps);
+            step.push(RmsNorm { scale: *scale, ..norm })?;
+        } else {
+            step.push(RmsNorm::new(h.clone(), norm.clone(), shared.x.clone(), shared.eps))?;
+        }
+        let logits = fitted(&scratch.logits, h.dim(0), self.router.dim(0))?;
+        // The choice of experts is made of floats always: a rounded input may choose others.
+        Input::new(step, None, &shared.x, [&self.router])?.times(step, &self.router, &logits)?;
+        Ok(logits)
+    }
+
+    /// Writes the experts' input, after the router had its own.
+    fn write_input(
+        &self,
+        step: &mut Step<'_>,
+        shared: &Shared,
+        h: &TensorView,
+        norm: &TensorView,
+        x: Input,
+    ) -> Result<Input> {
+        match &self.router_norm {
+            Some(_) => x.norm(step, RmsNorm::new(h.clone(), norm.clone(), shared.x.clone(), shared.eps)),
+            None => x.fill(step, &shared.x),
+        }
+    }
+
+    /// The weighted sum of the chosen experts' outputs, where the ops at hand run.
+    fn outputs(
+        &self,
+        step: &mut Step<'_>,
+        x: &Input,
+        [ids, weights]: [TensorView; 2],
+        room: &ExpertRoom<'_>,
+        out: &TensorView,
+    ) -> Result<()> {
+        let (used, hidden) = (self.used, self.hidden());
+        let (gate_out, up_out) = (room.gate.heads(used)?, room.up.heads(used)?);
         let glu = match &self.gate_up {
             GateUp::Apart { gate, up } => {
-                let up_out = fit(&shared.up, used * hidden)?.heads(used)?;
                 x.times_experts(step, gate, &ids, &gate_out)?;
                 x.times_experts(step, up, &ids, &up_out)?;
                 Glu::new(gate_out.clone(), up_out, gate_out.clone(), self.activation)
             }
             GateUp::Merged(both) => {
-                let both_out = fit(&shared.up, used * 2 * hidden)?.heads(used)?;
-                x.times_experts(step, both, &ids, &both_out)?;
-                let half = |start: usize| both_out.narrow(2, start, hidden);
+                x.times_experts(step, both, &ids, &up_out)?;
+                let half = |start: usize| up_out.narrow(2, start, hidden);
                 Glu::new(half(0)?, half(hidden)?, gate_out.clone(), self.activation)
             }
         };
-        let y = fit(&scratch.y, used * width)?.heads(used)?;
-        let hidden = Input::unwritten(room, &gate_out, [&self.down], false)?.glu(step, glu)?;
+        let y = room.y.heads(used)?;
+        let hidden = Input::unwritten(room.quantised, &gate_out, [&self.down], false)?.glu(step, glu)?;
         hidden.times_experts(step, &self.down, &ids, &y)?;
         let expert_scale = self.down_scale.clone().map(|scale| (scale, ids));
         step.push(ExpertSum { y, weights, expert_scale, residual: None, out: out.clone() })
+    }
+}
+
+/// Which experts for each token, and with what weight.
+fn choose(logits: TensorView, ids: &TensorView, weights: &TensorView) -> Router {
+    Router {
+        logits,
+        bias: None,
+        ids: ids.clone(),
+        weights: weights.clone(),
+        scoring: Scoring::Softmax,
+        groups: None,
+        norm: true,
+        scale: 1.0,
     }
 }

@@ -17,6 +17,7 @@ use super::weights::{Weights, missing};
 use crate::engine::Runtime;
 use crate::error::{Error, Result};
 use crate::gguf::Gguf;
+use crate::placement::Placement;
 
 /// The numbers in a file's metadata.
 #[derive(Debug, PartialEq)]
@@ -101,9 +102,9 @@ fn rope_scale(keys: &Keys<'_>) -> Result<f32> {
 /// # Errors
 /// [`Error::Metadata`], [`Error::Tensor`] or [`Error::Unsupported`] for a file that does not hold together;
 /// those of the pool.
-pub(super) fn load(file: Arc<Gguf>, runtime: &Runtime) -> Result<Decoder> {
+pub(super) fn load(file: Arc<Gguf>, runtime: &Runtime, placement: &Placement) -> Result<Decoder> {
     let shape = Shape::read(&file)?;
-    let weights = Weights::load(file, runtime)?;
+    let weights = Weights::load(file, runtime, placement, shape.blocks)?;
     let embedding = weights.get("token_embd.weight", &[shape.vocabulary, shape.width])?;
     let output = weights.find("output.weight", &[shape.vocabulary, shape.width])?.unwrap_or_else(|| embedding.clone());
     let blocks = (0..shape.blocks).map(|index| block(&weights, &shape, index)).collect::<Result<_>>()?;
@@ -132,6 +133,7 @@ fn block(weights: &Weights, shape: &Shape, index: usize) -> Result<Block> {
     let [q, k, v] = weights.projections(&name, rows, width)?;
     let there = |part: &str, view: Option<TensorView>| view.ok_or_else(|| missing(&name(part)));
     Ok(Block {
+        home: weights.block_home(index),
         attn_norm: norm("attn_norm")?,
         attention: AttentionPart {
             heads: shape.heads,

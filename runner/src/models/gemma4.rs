@@ -13,12 +13,14 @@ use super::attention::{AttentionPart, KeyValue, OwnKeyValue, Rotation};
 use super::block::Block;
 use super::decoder::Decoder;
 use super::feed_forward::{Branch, Dense, Experts, FeedForward, GateUp};
+use super::input::is_on_host;
 use super::keys::{self, Keys};
 use super::layer_input::{LayerInput, LayerInputs};
 use super::weights::{Weights, missing};
 use crate::engine::Runtime;
 use crate::error::{Error, Result};
 use crate::gguf::Gguf;
+use crate::placement::{Home, Placement};
 
 /// The numbers in a file's metadata.
 #[derive(Debug, PartialEq)]
@@ -155,17 +157,16 @@ fn layers(keys: &Keys<'_>, blocks: usize) -> Result<Vec<Layer>> {
 /// # Errors
 /// [`Error::Metadata`], [`Error::Tensor`] or [`Error::Unsupported`] for a file that does not hold together;
 /// those of the pool.
-pub(super) fn load(file: Arc<Gguf>, runtime: &Runtime) -> Result<Decoder> {
+pub(super) fn load(file: Arc<Gguf>, runtime: &Runtime, placement: &Placement) -> Result<Decoder> {
     let shape = Shape::read(&file)?;
-    let weights = Weights::load(file, runtime)?;
+    let follows = |(block, layer): (usize, &Layer)| Some((block, layer.source?));
+    let follows = shape.layers.iter().enumerate().filter_map(follows).collect();
+    let placement = Placement { follows, ..placement.clone() };
+    let weights = Weights::load(file, runtime, &placement, shape.layers.len())?;
     let (width, vocabulary) = (shape.width, shape.vocabulary);
     let embedding = weights.get("token_embd.weight", &[vocabulary, width])?;
     let output = weights.find("output.weight", &[vocabulary, width])?.unwrap_or_else(|| embedding.clone());
-    let factors = match shape.layers.iter().all(|layer| layer.local) {
-        true => None,
-        false => Some(weights.vector("rope_freqs.weight", shape.global.rotated / 2)?),
-    };
-    let build = |(index, layer)| block(&weights, &shape, index, layer, factors.as_ref());
+    let build = |(index, layer)| block(&weights, &shape, index, layer);
     let blocks = shape.layers.iter().enumerate().map(build).collect::<Result<_>>()?;
     Ok(Decoder {
         width,
@@ -197,7 +198,7 @@ fn layer_inputs(weights: &Weights, shape: &Shape) -> Result<Option<LayerInputs>>
     }))
 }
 
-fn block(weights: &Weights, shape: &Shape, index: usize, layer: &Layer, factors: Option<&TensorView>) -> Result<Block> {
+fn block(weights: &Weights, shape: &Shape, index: usize, layer: &Layer) -> Result<Block> {
     let name = |part: &str| format!("blk.{index}.{part}.weight");
     let (width, input) = (shape.width, shape.input);
     let norm = |part: &str| weights.vector(&name(part), width);
@@ -209,7 +210,13 @@ fn block(weights: &Weights, shape: &Shape, index: usize, layer: &Layer, factors:
             post_norm: norm("post_norm")?,
         }),
     };
+    let home = weights.block_home(index);
+    let factors = match layer.local {
+        true => None,
+        false => Some(weights.vector_on(home, "rope_freqs.weight", shape.global.rotated / 2)?),
+    };
     Ok(Block {
+        home,
         attn_norm: norm("attn_norm")?,
         attention: attention(weights, shape, layer, &name, factors)?,
         post_attn_norm: norm("post_attention_norm")?,
@@ -225,7 +232,7 @@ fn attention(
     shape: &Shape,
     layer: &Layer,
     name: &dyn Fn(&str) -> String,
-    factors: Option<&TensorView>,
+    factors: Option<TensorView>,
 ) -> Result<AttentionPart> {
     let &Layer { local, heads, kv_heads, .. } = layer;
     let &HeadShape { key_dim, value_dim, rotated, rope_base } = shape.heads(layer);
@@ -253,7 +260,7 @@ fn attention(
         key_dim,
         value_dim,
         window: shape.window.filter(|_| local),
-        rotation: Rotation { dims: rotated, base: rope_base, scale: 1.0, factors: factors.filter(|_| !local).cloned() },
+        rotation: Rotation { dims: rotated, base: rope_base, scale: 1.0, factors },
         scale: 1.0,
         q: q.ok_or_else(|| missing(&name("attn_q")))?,
         q_norm: weights.vector(&name("attn_q_norm"), key_dim)?,
@@ -280,12 +287,16 @@ fn branches(weights: &Weights, shape: &Shape, index: usize, layer: &Layer) -> Re
     };
     dense.post_norm = Some(norm("post_ffw_norm_1")?);
     let router_norm = weights.vector(&format!("blk.{index}.ffn_gate_inp.scale"), width)?;
+    let down = weights.get(&name("ffn_down_exps"), &[count, width, hidden])?;
+    let gate_up = GateUp::load(weights, &name, [count, hidden, width])?;
+    // The sum is where all products are, or with the block.
+    let sum = if gate_up.is_on_host() && is_on_host(&down) { Home::Host } else { weights.block_home(index) };
     let experts = Experts {
         router: weights.get(&name("ffn_gate_inp"), &[count, width])?,
         router_norm: Some((router_norm, 1.0 / (width as f32).sqrt())),
-        gate_up: GateUp::load(weights, &name, [count, hidden, width])?,
-        down: weights.get(&name("ffn_down_exps"), &[count, width, hidden])?,
-        down_scale: weights.find_vector(&format!("blk.{index}.ffn_down_exps.scale"), count)?,
+        gate_up,
+        down,
+        down_scale: weights.find_vector_on(sum, &format!("blk.{index}.ffn_down_exps.scale"), count)?,
         used,
         activation,
     };

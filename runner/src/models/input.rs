@@ -1,6 +1,9 @@
 //! Inputs of products: floats, and the same as integers where a weight takes them.
+//!
+//! A product with a weight on the host is done there, one at a time: its input crosses, and its result comes back.
 
-use evergraph_kernels::ops::{Codes, ExpertMatMul, Glu, MatMul, Quantize, RmsNorm, TensorView};
+use evergraph_kernels::host::HOST;
+use evergraph_kernels::ops::{Codes, Copy, ExpertMatMul, GetRows, Glu, MatMul, Quantize, RmsNorm, TensorView};
 use evergraph_kernels::quant::QuantType;
 
 use crate::engine::{ActType, Step};
@@ -64,8 +67,10 @@ impl Input {
     ) -> Result<Self> {
         let (mut integers, mut floats_read) = (false, kept);
         for weight in weights {
-            integers |= in_blocks(weight);
-            floats_read |= !in_blocks(weight);
+            // What crosses to the host is made of the floats.
+            let here = !is_on_host(weight) || is_on_host(x);
+            integers |= here && in_blocks(weight);
+            floats_read |= !here || !in_blocks(weight);
         }
         let codes = room.filter(|_| integers).map(|room| room.codes(x)).transpose()?;
         Ok(Self { floats: x.clone(), floats_read: floats_read || codes.is_none(), codes })
@@ -80,12 +85,56 @@ impl Input {
         weights: impl IntoIterator<Item = &'a TensorView>,
     ) -> Result<Self> {
         let input = Self::unwritten(room, x, weights, true)?;
-        if let Some(Codes { q, scales }) = &input.codes {
-            let (rows, cols) = (x.rows(), x.cols());
-            let scales = scales.reshape(&[rows, cols / Quantize::GROUP, 2])?;
-            step.push(Quantize { x: x.reshape(&[rows, cols])?, q: q.reshape(&[rows, cols])?, scales })?;
+        input.quantize(step, x)?;
+        Ok(input)
+    }
+
+    /// An input that ops of the device are yet to write, shaped as `x`, for products on the host with these weights. It crosses
+    /// as what they take and no more.
+    pub(super) fn crossing<'a>(
+        step: &Step<'_>,
+        x: &TensorView,
+        weights: impl IntoIterator<Item = &'a TensorView>,
+    ) -> Result<CrossingInput> {
+        let (mut integers, mut floats) = (false, false);
+        for weight in weights {
+            let takes_integers = step.act() != ActType::F32 && in_blocks(weight);
+            integers |= takes_integers;
+            floats |= !takes_integers;
+        }
+        let mut input = CrossingInput {
+            written: Self { floats: x.clone(), codes: None, floats_read: floats },
+            read: Self { floats: x.clone(), codes: None, floats_read: floats },
+        };
+        if floats {
+            let crossing = step.crossing("input on the host", x.ty(), x.shape())?;
+            (input.written.floats, input.read.floats) = (crossing.device, crossing.host);
+        }
+        if integers {
+            let (outer, groups) = (&x.shape()[..x.rank() - 1], x.cols() / Quantize::GROUP);
+            let q = step.crossing("quantised input on the host", QuantType::I8, x.shape())?;
+            let shape = [outer, &[groups, 2]].concat();
+            let scales = step.crossing("scales of the input on the host", QuantType::F32, &shape)?;
+            input.written.codes = Some(Codes { q: q.device, scales: scales.device });
+            input.read.codes = Some(Codes { q: q.host, scales: scales.host });
         }
         Ok(input)
+    }
+
+    /// Appends what makes the input of floats that are there already.
+    pub(super) fn fill(self, step: &mut Step<'_>, x: &TensorView) -> Result<Self> {
+        if self.floats_read && self.floats != *x {
+            step.push(Copy { src: x.clone(), dst: self.floats.clone() })?;
+        }
+        self.quantize(step, x)?;
+        Ok(self)
+    }
+
+    fn quantize(&self, step: &mut Step<'_>, x: &TensorView) -> Result<()> {
+        let Some(Codes { q, scales }) = &self.codes else { return Ok(()) };
+        let (rows, cols) = (x.rows(), x.cols());
+        let scales = scales.reshape(&[rows, cols / Quantize::GROUP, 2])?;
+        step.push(Quantize { x: x.reshape(&[rows, cols])?, q: q.reshape(&[rows, cols])?, scales })
     }
 
     /// Appends a norm that writes the input.
@@ -112,6 +161,9 @@ impl Input {
 
     /// Appends `y = w x`.
     pub(super) fn times(&self, step: &mut Step<'_>, w: &TensorView, y: &TensorView) -> Result<()> {
+        if is_on_host(w) && !step.is_on_host() {
+            return self.on_host(step, w, y, None, |x, step, _, y| x.times(step, w, y));
+        }
         let (w, y) = (w.clone(), y.clone());
         match self.codes.clone().filter(|_| in_blocks(&w)) {
             Some(Codes { q, scales }) => step.push(MatMul::quantized(w, q, scales, y)),
@@ -127,12 +179,77 @@ impl Input {
         ids: &TensorView,
         y: &TensorView,
     ) -> Result<()> {
+        if is_on_host(w) && !step.is_on_host() {
+            return self.on_host(step, w, y, Some(ids), |x, step, ids, y| match ids {
+                Some(ids) => x.times_experts(step, w, ids, y),
+                None => Ok(()),
+            });
+        }
         let (w, ids, y) = (w.clone(), ids.clone(), y.clone());
         match self.codes.clone().filter(|_| in_blocks(&w)) {
             Some(Codes { q, scales }) => step.push(ExpertMatMul::quantized(w, q, scales, ids, y)),
             None => step.push(ExpertMatMul::new(w, self.floats.clone(), ids, y)),
         }
     }
+
+    /// One product on the host: what it takes crosses, and the result comes back.
+    fn on_host(
+        &self,
+        step: &mut Step<'_>,
+        w: &TensorView,
+        y: &TensorView,
+        ids: Option<&TensorView>,
+        product: impl FnOnce(&Self, &mut Step<'_>, Option<&TensorView>, &TensorView) -> Result<()>,
+    ) -> Result<()> {
+        let CrossingInput { written, read: x } = Self::crossing(step, &self.floats, [w])?;
+        written.fill(step, &self.floats)?;
+        let ids = match ids {
+            Some(ids) => {
+                let there = step.crossing("expert ids on the host", ids.ty(), ids.shape())?;
+                step.push(Copy { src: ids.clone(), dst: there.device })?;
+                Some(there.host)
+            }
+            None => None,
+        };
+        let out = step.crossing("product of the host", y.ty(), y.shape())?;
+        let asked = step.on_host(|step| product(&x, step, ids.as_ref(), &out.host))?;
+        step.wait(asked)?;
+        step.push(Copy { src: out.device, dst: y.clone() })
+    }
+}
+
+/// An input that the device writes and the host reads.
+#[derive(Debug)]
+pub(super) struct CrossingInput {
+    /// For the ops that write it.
+    pub(super) written: Input,
+    /// For the products.
+    pub(super) read: Input,
+}
+
+/// Appends `out = scale * table[ids]`, where the table is.
+pub(super) fn get_rows(
+    step: &mut Step<'_>,
+    table: &TensorView,
+    ids: &TensorView,
+    out: &TensorView,
+    scale: f32,
+) -> Result<()> {
+    let rows = |ids, out| GetRows { table: table.clone(), ids, out, scale };
+    if !is_on_host(table) || step.is_on_host() {
+        return step.push(rows(ids.clone(), out.clone()));
+    }
+    let there = step.crossing("token ids on the host", ids.ty(), ids.shape())?;
+    step.push(Copy { src: ids.clone(), dst: there.device })?;
+    let made = step.crossing("rows of the host", out.ty(), out.shape())?;
+    let asked = step.on_host(|step| step.push(rows(there.host, made.host)))?;
+    step.wait(asked)?;
+    step.push(Copy { src: made.device, dst: out.clone() })
+}
+
+/// Whether a tensor is on the host.
+pub(super) fn is_on_host(w: &TensorView) -> bool {
+    w.root().device == HOST
 }
 
 /// Whether a weight takes integers.

@@ -1,12 +1,16 @@
 //! The key and value cache of a sequence, in pool memory.
 
-use evergraph_kernels::ops::TensorView;
+use std::sync::Arc;
+
+use evergraph_kernels::host::{HostBlock, HostPart};
+use evergraph_kernels::ops::{Copy, Plan, TensorView};
 use evergraph_pool::{DeviceSlice, GrowableSlice, Purpose, Stream, Touch, Tracked, Use};
 
 use super::attention::KeyValue;
 use super::block::Block;
 use crate::engine::{KvType, Runtime};
 use crate::error::{Error, Result};
+use crate::placement::Home;
 
 /// One layer's cache.
 #[derive(Clone, Debug)]
@@ -17,6 +21,8 @@ pub struct LayerCache {
     pub v: TensorView,
     /// Whether position `p` is in row `p mod C`: a sliding layer keeps its window only.
     pub ring: bool,
+    /// The memory of both, where they are on the host.
+    pub on_host: Vec<Arc<HostBlock>>,
 }
 
 /// The caches of all layers; those of layers that share one are the same views.
@@ -37,6 +43,20 @@ pub struct KvCache {
     touches: Vec<Touch>,
     /// Tokens that there is room for now, in what grows.
     reached: usize,
+}
+
+/// What the rings of a cache held at some place.
+#[derive(Debug)]
+pub(crate) struct Rings {
+    on_device: Vec<Vec<u8>>,
+    on_host: Vec<(TensorView, Arc<HostBlock>)>,
+}
+
+/// Copies one tensor of the host to another of its shape, while no step runs.
+fn copy_on_host(src: &TensorView, dst: &TensorView) -> Result<()> {
+    let mut plan = Plan::new();
+    plan.push(Copy { src: src.clone(), dst: dst.clone() })?;
+    HostPart::new(&plan, Vec::new())?.run().map_err(|fault| Error::HostFault { fault: fault.to_string() })
 }
 
 /// A tensor that grows by rows.
@@ -73,11 +93,19 @@ impl KvCache {
                 continue;
             }
             let kept = part.window.map_or(context, |window| (window as usize).saturating_add(batch).min(context));
+            let mut on_host = Vec::new();
             let mut tensor = |what: &str, ty: KvType, width: usize| {
                 let shape = [kept, part.kv_heads, width];
                 let bytes = crate::engine::tensor_bytes(ty.quant_type(), &shape)?;
                 let name = format!("{what} cache of layer {index}");
                 let (device, ty) = (runtime.device(), ty.quant_type());
+                if block.home == Home::Host {
+                    // Memory that no token has reached takes no room.
+                    let memory = Arc::new(HostBlock::new(bytes).ok_or(Error::HostMemory { bytes })?);
+                    let view = evergraph_kernels::host::tensor(&memory, &name, ty, &shape)?;
+                    on_host.push(memory);
+                    return Ok(view);
+                }
                 if kept == context && bytes >= worth {
                     let slice = pool.alloc_growable::<u8>(0, bytes, Purpose::State, runtime.stream())?;
                     let view = crate::engine::view_of(&slice, &name, device, ty, &shape)?;
@@ -94,7 +122,7 @@ impl KvCache {
             };
             let k = tensor("key", types.0, part.key_dim)?;
             let v = tensor("value", types.1, part.value_dim)?;
-            layers.push(LayerCache { k, v, ring: kept < context });
+            layers.push(LayerCache { k, v, ring: kept < context, on_host });
         }
         let touches = growing.iter().map(|growing| growing.slice.touch(0)).collect();
         Ok(Self { layers, fixed, rings, growing, touches, reached: 0 })
@@ -151,19 +179,36 @@ impl KvCache {
     /// What the rings hold, on the host: all else of a text's start is still there when the text has gone on.
     ///
     /// # Errors
-    /// Those of the driver.
-    pub(crate) fn keep_rings(&self, stream: &Stream) -> Result<Vec<Vec<u8>>> {
+    /// Those of the device; [`Error::HostMemory`].
+    pub(crate) fn keep_rings(&self, stream: &Stream) -> Result<Rings> {
         let rings = self.rings.iter().filter_map(|&index| self.fixed.get(index));
-        rings.map(|slice| Ok(stream.download(slice)?)).collect()
+        let on_device = rings.map(|slice| Ok(stream.download(slice)?)).collect::<Result<_>>()?;
+        stream.synchronize()?;
+        let on_host = self.host_rings().map(|(ring, memory)| {
+            let bytes = memory.bytes();
+            let memory = Arc::new(HostBlock::new(bytes).ok_or(Error::HostMemory { bytes })?);
+            let copy = evergraph_kernels::host::tensor(&memory, "copy of a ring", ring.ty(), ring.shape())?;
+            copy_on_host(ring, &copy)?;
+            Ok::<_, Error>((copy, memory))
+        });
+        Ok(Rings { on_device, on_host: on_host.collect::<Result<_>>()? })
     }
 
     /// Puts that back. The rings of another cache are refused by their lengths.
     ///
     /// # Errors
-    /// Those of the driver.
-    pub(crate) fn restore_rings(&self, stream: &Stream, kept: &[Vec<u8>]) -> Result<()> {
+    /// Those of the device.
+    pub(crate) fn restore_rings(&self, stream: &Stream, kept: &Rings) -> Result<()> {
         let rings = self.rings.iter().filter_map(|&index| self.fixed.get(index));
-        rings.zip(kept).try_for_each(|(slice, bytes)| Ok(stream.upload(bytes, slice)?))
+        rings.zip(&kept.on_device).try_for_each(|(slice, bytes)| Ok::<_, Error>(stream.upload(bytes, slice)?))?;
+        stream.synchronize()?;
+        self.host_rings().zip(&kept.on_host).try_for_each(|((ring, _), (copy, _))| copy_on_host(copy, ring))
+    }
+
+    /// Rings on the host, and their memory.
+    fn host_rings(&self) -> impl Iterator<Item = (&TensorView, &Arc<HostBlock>)> {
+        let rings = self.layers.iter().filter(|layer| layer.ring);
+        rings.flat_map(|layer| [&layer.k, &layer.v].into_iter().zip(&layer.on_host))
     }
 
     /// How far a step may reach.
@@ -172,14 +217,14 @@ impl KvCache {
         &self.touches
     }
 
-    /// Bytes of all of it, now.
+    /// Bytes of all of it on the device, now.
     #[must_use]
     pub fn bytes(&self) -> usize {
         let growing = self.growing.iter().map(|growing| growing.slice.len());
         self.fixed.iter().map(DeviceSlice::bytes).chain(growing).sum()
     }
 
-    /// Bytes of all of it when the text is as long as it can be.
+    /// Bytes of all of it on the device when the text is as long as it can be.
     #[must_use]
     pub fn most_bytes(&self) -> usize {
         let growing = self.growing.iter().map(|growing| growing.slice.most());

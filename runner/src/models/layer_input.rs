@@ -1,9 +1,9 @@
 //! Per-layer embeddings: what each block gets of the token itself, beside the residual stream.
 
-use evergraph_kernels::ops::{Activation, GetRows, Glu, RmsNorm, TensorView};
+use evergraph_kernels::ops::{Activation, Glu, RmsNorm, TensorView};
 
 use super::block::{Shared, fitted};
-use super::input::{Input, Room};
+use super::input::{Input, Room, get_rows};
 use crate::engine::Step;
 use crate::error::Result;
 
@@ -46,7 +46,7 @@ impl LayerInputs {
         let projected = step.floats("projected layer inputs", &[tokens, all])?;
         let half = std::f32::consts::FRAC_1_SQRT_2;
         let scale = (self.width as f32).sqrt() * half;
-        step.push(GetRows { table: self.table.clone(), ids: ids.clone(), out: rows.clone(), scale })?;
+        get_rows(step, &self.table, ids, &rows, scale)?;
         let room = Room::new(step, h.len(), [&self.projection])?;
         Input::new(step, room.as_ref(), h, [&self.projection])?.times(step, &self.projection, &projected)?;
         let blocks = all / self.width;

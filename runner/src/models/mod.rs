@@ -20,6 +20,7 @@ pub use attention::{AttentionPart, KeyValue, OwnKeyValue, Rotation};
 pub use block::Block;
 pub use decoder::{Decoder, Taps};
 pub use feed_forward::{Branch, Dense, Experts, FeedForward, GateUp};
+pub(crate) use kv::Rings;
 pub use kv::{KvCache, LayerCache};
 pub use layer_input::{LayerInput, LayerInputs};
 pub use weights::Weights;
@@ -27,22 +28,31 @@ pub use weights::Weights;
 use crate::engine::Runtime;
 use crate::error::{Error, Result};
 use crate::gguf::Gguf;
+use crate::placement::Placement;
 
 /// Builds the model of a file on a device.
-type Load = fn(Arc<Gguf>, &Runtime) -> Result<Decoder>;
+type Load = fn(Arc<Gguf>, &Runtime, &Placement) -> Result<Decoder>;
 
 /// What is there, by the name that files give it (`general.architecture`).
 const ARCHITECTURES: &[(&str, Load)] = &[("gemma3", gemma3::load), ("gemma4", gemma4::load)];
 
-/// Builds the model that a file holds.
+/// Builds the model that a file holds, all of it on the device.
+///
+/// # Errors
+/// As for [`load_placed`].
+pub fn load(file: Arc<Gguf>, runtime: &Runtime) -> Result<Decoder> {
+    load_placed(file, runtime, &Placement::default())
+}
+
+/// Builds the model that a file holds, with a part of it on the host.
 ///
 /// # Errors
 /// [`Error::Unsupported`] for an architecture that is not there; [`Error::Metadata`] and [`Error::Tensor`] for a
 /// file that does not hold together; those of the pool.
-pub fn load(file: Arc<Gguf>, runtime: &Runtime) -> Result<Decoder> {
+pub fn load_placed(file: Arc<Gguf>, runtime: &Runtime, placement: &Placement) -> Result<Decoder> {
     let name = file.architecture()?;
     match ARCHITECTURES.iter().find(|(known, _)| *known == name) {
-        Some((_, load)) => load(file, runtime),
+        Some((_, load)) => load(file, runtime, placement),
         None => {
             let known: Vec<&str> = ARCHITECTURES.iter().map(|(known, _)| *known).collect();
             Err(Error::Unsupported {

@@ -2,33 +2,38 @@
 
 use std::sync::Arc;
 
+use evergraph_kernels::host::{HOST, Keep};
 use evergraph_kernels::ops::{Root, TensorView};
-use evergraph_pool::driver::DevicePtr;
+use evergraph_pool::driver::{DeviceOrdinal, DevicePtr};
 use evergraph_pool::{DeviceSlice, Purpose, RegisteredHost, Staging, Tracked, Use};
 
 use crate::engine::Runtime;
 use crate::error::{Error, Result};
 use crate::gguf::{Bytes, Gguf, QuantType, TensorInfo};
+use crate::placement::{Home, Placement};
 
-/// The weights of a file, where the device can read them.
+/// The weights of a file, each where it is read: by the device, or by the host.
 ///
 /// On the host device they are the mapped files themselves, registered and never copied; on others they are
-/// uploaded, one allocation each.
+/// uploaded, one allocation each, but for those that stay on the host: these are read from the mapped files in place.
 ///
 /// # Reuse and capture
-/// Weights never move. Steps declare all of them, as the registered range of each file or allocation by allocation.
+/// Weights never move. Steps declare all of the device's, as the registered range of each file or allocation by allocation.
 #[derive(Debug)]
 pub struct Weights {
     file: Arc<Gguf>,
-    device: evergraph_pool::driver::DeviceOrdinal,
+    device: DeviceOrdinal,
     store: Store,
+    placement: Placement,
+    blocks: usize,
 }
 
 #[derive(Debug)]
 enum Store {
     /// Each file of the model.
     Mapped(Vec<RegisteredHost>),
-    Uploaded(Vec<DeviceSlice<u8>>),
+    /// In the file's order; none for what stays on the host.
+    Uploaded(Vec<Option<DeviceSlice<u8>>>),
 }
 
 /// Whether it is a large matrix of floats.
@@ -37,40 +42,81 @@ fn is_dense(tensor: &TensorInfo) -> bool {
     tensor.quant_type() == QuantType::F32 && tensor.shape().len() > 1 && tensor.shape().iter().product::<u64>() >= LARGE
 }
 
-/// Copies every tensor to the device.
-fn upload(file: &Gguf, runtime: &Runtime) -> Result<Vec<DeviceSlice<u8>>> {
-    let mut staging = Staging::new(runtime.stream())?;
-    let mut slices = Vec::with_capacity(file.tensors().len());
-    for tensor in file.tensors() {
-        let data = file.data(tensor);
-        let slice = runtime.pool().alloc_for(data.len(), Purpose::Weight, runtime.stream())?;
-        staging.upload(data, &slice)?;
-        slices.push(slice);
-    }
-    staging.finish()?;
-    Ok(slices)
-}
-
 impl Weights {
-    /// Makes the weights of a file readable for a device.
+    /// Makes the weights of a file of so many blocks readable where they are to be read.
     ///
     /// # Errors
     /// Those of the pool and the driver.
-    pub fn load(file: Arc<Gguf>, runtime: &Runtime) -> Result<Self> {
-        let device = runtime.device();
-        let store = if runtime.pool().driver().as_host().is_some() {
+    pub fn load(file: Arc<Gguf>, runtime: &Runtime, placement: &Placement, blocks: usize) -> Result<Self> {
+        let (device, placement) = (runtime.device(), placement.clone());
+        let mut weights = Self { file, device, store: Store::Mapped(Vec::new()), placement, blocks };
+        weights.store = if runtime.pool().driver().as_host().is_some() {
             let register = |bytes: &Arc<Bytes>| {
                 let bytes: Arc<dyn evergraph_pool::HostMemory> = Arc::clone(bytes) as _;
                 Ok(runtime.pool().register_host(bytes)?)
             };
-            Store::Mapped(file.parts().map(register).collect::<Result<_>>()?)
+            Store::Mapped(weights.file.parts().map(register).collect::<Result<_>>()?)
         } else {
-            if file.tensors().iter().any(is_dense) {
+            let dense = |tensor: &TensorInfo| is_dense(tensor) && weights.home(tensor.name()) == Home::Device;
+            if weights.file.tensors().iter().any(dense) {
                 runtime.prepare_products()?;
             }
-            Store::Uploaded(upload(&file, runtime)?)
+            Store::Uploaded(weights.upload(runtime)?)
         };
-        Ok(Self { file, device, store })
+        Ok(weights)
+    }
+
+    /// Copies the device's tensors to it.
+    fn upload(&self, runtime: &Runtime) -> Result<Vec<Option<DeviceSlice<u8>>>> {
+        let mut staging = Staging::new(runtime.stream())?;
+        let mut slices = Vec::with_capacity(self.file.tensors().len());
+        for tensor in self.file.tensors() {
+            if self.home(tensor.name()) == Home::Host {
+                slices.push(None);
+                continue;
+            }
+            let data = self.file.data(tensor);
+            let slice = runtime.pool().alloc_for(data.len(), Purpose::Weight, runtime.stream())?;
+            staging.upload(data, &slice)?;
+            slices.push(Some(slice));
+        }
+        staging.finish()?;
+        Ok(slices)
+    }
+
+    /// Where block `index` is.
+    #[must_use]
+    pub fn block_home(&self, index: usize) -> Home {
+        self.placement.block(index, self.blocks)
+    }
+
+    /// Where a tensor is read.
+    #[must_use]
+    pub fn home(&self, name: &str) -> Home {
+        let block = name.strip_prefix("blk.").and_then(|rest| rest.split_once('.')?.0.parse().ok());
+        let embedding = ["token_embd.weight", "per_layer_token_embd.weight"].contains(&name);
+        let home = match block {
+            Some(index) => self.block_home(index),
+            // The embedding may be the output matrix too.
+            None if name == "output.weight" || embedding && !self.has("output.weight") => self.block_home(self.blocks),
+            None if embedding => self.block_home(0),
+            None => Home::Device,
+        };
+        // Vectors stay with what they belong to.
+        let matrix = self.file.tensor(name).is_some_and(|tensor| tensor.shape().len() > 1);
+        if matrix { self.placement.matrix(name, home) } else { home }
+    }
+
+    /// Whether the host has a share in this model.
+    #[must_use]
+    pub fn any_on_host(&self) -> bool {
+        !self.placement.is_plain() && self.file.tensors().iter().any(|tensor| self.home(tensor.name()) == Home::Host)
+    }
+
+    /// What keeps the files in memory, for whoever reads tensors on the host.
+    #[must_use]
+    pub fn keep(&self) -> Vec<Keep> {
+        self.file.parts().map(|bytes| Arc::clone(bytes) as Keep).collect()
     }
 
     /// The file.
@@ -83,7 +129,7 @@ impl Weights {
     pub fn uses(&self) -> Vec<(&dyn Tracked, Use)> {
         match &self.store {
             Store::Mapped(files) => files.iter().map(|file| (file as &dyn Tracked, Use::Weight)).collect(),
-            Store::Uploaded(list) => list.iter().map(|slice| (slice as &dyn Tracked, Use::Weight)).collect(),
+            Store::Uploaded(list) => list.iter().flatten().map(|slice| (slice as &dyn Tracked, Use::Weight)).collect(),
         }
     }
 
@@ -106,6 +152,10 @@ impl Weights {
     /// # Errors
     /// As [`get`](Self::get) for a tensor that is there.
     pub fn find(&self, name: &str, shape: &[usize]) -> Result<Option<TensorView>> {
+        self.find_on(self.home(name), name, shape)
+    }
+
+    fn find_on(&self, home: Home, name: &str, shape: &[usize]) -> Result<Option<TensorView>> {
         let Some(tensor) = self.file.tensor(name) else { return Ok(None) };
         let found: Vec<u64> = tensor.shape();
         if found.len() != shape.len() || found.iter().zip(shape).any(|(&found, &wanted)| found != wanted as u64) {
@@ -119,8 +169,11 @@ impl Weights {
                 advice: "another quantisation of the model (Q4_K_M, Q8_0, F16 …)".to_owned(),
             });
         }
-        let (ptr, allocation) = self.place(tensor)?;
-        let root = Root::with_allocation(name, ptr, tensor.bytes() as usize, self.device, allocation);
+        let (ptr, allocation, device) = match home {
+            Home::Device => self.place(tensor)?,
+            Home::Host => (DevicePtr(self.file.data(tensor).as_ptr().expose_provenance() as u64), 0, HOST),
+        };
+        let root = Root::with_allocation(name, ptr, tensor.bytes() as usize, device, allocation);
         Ok(Some(TensorView::new(&root, ty, shape)?))
     }
 
@@ -129,16 +182,25 @@ impl Weights {
     /// # Errors
     /// As [`get`](Self::get), and [`Error::Tensor`] if it is not F32.
     pub fn vector(&self, name: &str, len: usize) -> Result<TensorView> {
-        let view = self.get(name, &[len])?;
+        self.vector_on(self.home(name), name, len)
+    }
+
+    /// As [`vector`](Self::vector), for an op that runs on a certain side: what is on the device can be read on the host
+    /// too.
+    ///
+    /// # Errors
+    /// As [`vector`](Self::vector).
+    pub fn vector_on(&self, home: Home, name: &str, len: usize) -> Result<TensorView> {
+        let view = self.find_on(home, name, &[len])?.ok_or_else(|| missing(name))?;
         if view.ty() == QuantType::F32 { Ok(view) } else { Err(Error::tensor(name, "type F32", view.ty())) }
     }
 
-    /// As [`vector`](Self::vector), but the tensor may be missing.
+    /// As [`vector_on`](Self::vector_on), but the tensor may be missing.
     ///
     /// # Errors
     /// As [`vector`](Self::vector) for a tensor that is there.
-    pub fn find_vector(&self, name: &str, len: usize) -> Result<Option<TensorView>> {
-        if self.has(name) { self.vector(name, len).map(Some) } else { Ok(None) }
+    pub fn find_vector_on(&self, home: Home, name: &str, len: usize) -> Result<Option<TensorView>> {
+        if self.has(name) { self.vector_on(home, name, len).map(Some) } else { Ok(None) }
     }
 
     /// A tensor of one finite float, as a number; the tensor may be missing.
@@ -186,19 +248,19 @@ impl Weights {
         Ok(views)
     }
 
-    /// Address of a tensor, and the id of the allocation it lies in.
-    fn place(&self, tensor: &TensorInfo) -> Result<(DevicePtr, u64)> {
+    /// Address of a tensor of the device's, the id of the allocation it lies in, and the device.
+    fn place(&self, tensor: &TensorInfo) -> Result<(DevicePtr, u64, DeviceOrdinal)> {
         let lost = || Error::tensor(tensor.name(), "a place on the device", "none");
         match &self.store {
             Store::Mapped(files) => {
                 let file = files.get(tensor.part()).ok_or_else(lost)?;
                 let ptr = file.ptr().checked_add(tensor.start_bytes() as usize).ok_or_else(lost)?;
-                Ok((ptr, file.token().allocation.get()))
+                Ok((ptr, file.token().allocation.get(), self.device))
             }
             Store::Uploaded(list) => {
                 let index = self.file.tensors().iter().position(|other| other.name() == tensor.name());
-                let slice = index.and_then(|index| list.get(index)).ok_or_else(lost)?;
-                Ok((slice.ptr(), slice.allocation().get()))
+                let slice = index.and_then(|index| list.get(index)).and_then(Option::as_ref).ok_or_else(lost)?;
+                Ok((slice.ptr(), slice.allocation().get(), self.device))
             }
         }
     }

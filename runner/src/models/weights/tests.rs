@@ -13,7 +13,7 @@ fn a_tensor_of_a_type_without_kernels_is_named_with_it() {
     }
     let file = Arc::new(Gguf::parse(Bytes::copy_of(&writer.to_bytes().unwrap())).unwrap());
     let runtime = Runtime::host(RuntimeConfig::default()).unwrap();
-    let weights = Weights::load(file, &runtime).unwrap();
+    let weights = Weights::load(file, &runtime, &Placement::default(), 1).unwrap();
     let mut refused = Vec::new();
     for &ty in types {
         match weights.get(&format!("blk.0.{ty}"), &[1, 256]) {

@@ -1,0 +1,50 @@
+//! Flags that say what of a model stays on the host.
+
+use std::sync::Arc;
+
+use crate::engine::Runtime;
+use crate::error::{Error, Result};
+use crate::gguf::Gguf;
+use crate::models::{self, Decoder};
+use crate::placement::{Home, Names, Placement, Rule};
+
+/// What of a model stays on the host.
+#[derive(Debug, Clone, clap::Args)]
+pub(super) struct PlacementFlags {
+    /// Layers on the device, counted from the last; the output is one more (also -ngl)
+    #[arg(long = "n-gpu-layers", value_name = "N|auto|all", default_value = "all", allow_hyphen_values = true)]
+    gpu_layers: String,
+    /// Keep the experts of all layers on the host (also -cmoe)
+    #[arg(long)]
+    cpu_moe: bool,
+    /// Keep the experts of the first N layers on the host (also -ncmoe)
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=1 << 20))]
+    n_cpu_moe: u32,
+    /// Keep matrices whose names a pattern is found in on the host (CPU) or the device (CUDA0); the first that fits counts (also -ot)
+    #[arg(long, value_name = "PATTERN=DEVICE,…", value_delimiter = ',')]
+    override_tensor: Vec<Rule>,
+}
+
+impl PlacementFlags {
+    /// What the flags say.
+    pub(super) fn placement(&self) -> Result<Placement> {
+        let device_layers = match self.gpu_layers.as_str() {
+            "all" | "auto" => None,
+            text => match text.parse::<i64>() {
+                Ok(layers) => usize::try_from(layers).ok(), // llama.cpp: below 0 is all
+                Err(_) => return Err(Error::argument("-ngl", "a number, auto or all", text)),
+            },
+        };
+        let mut rules = self.override_tensor.clone();
+        let below = if self.cpu_moe { usize::MAX } else { self.n_cpu_moe as usize };
+        if below > 0 {
+            rules.push(Rule { names: Names::ExpertsBelow(below), home: Home::Host });
+        }
+        Ok(Placement { device_layers, rules, ..Placement::default() })
+    }
+
+    /// Builds the model of a file as the flags say.
+    pub(super) fn load(&self, file: Arc<Gguf>, runtime: &Runtime) -> Result<Arc<Decoder>> {
+        Ok(Arc::new(models::load_placed(file, runtime, &self.placement()?)?))
+    }
+}

@@ -1,0 +1,114 @@
+//! Models of which a part stays on the host give what they give with all of it on the device: bit for bit where floats are
+//! multiplied, whatever stays, however the host is asked, with graphs and without.
+
+#![allow(clippy::unwrap_used, missing_docs)]
+
+use std::path::Path;
+use std::sync::Arc;
+
+use evergraph_runner::device::Device;
+use evergraph_runner::engine::{
+    ActType, HostWork, KvType, PoolConfig, PoolMode, Runtime, RuntimeConfig, Session, SessionConfig,
+};
+use evergraph_runner::gguf::Gguf;
+use evergraph_runner::models;
+use evergraph_runner::placement::{Home, Names, Placement, Rule};
+use evergraph_runner::sampling::Sampling;
+
+const PROMPT: [u32; 11] = [2, 40, 17, 99, 5, 61, 33, 8, 120, 77, 14];
+const STEPS: usize = 8;
+
+fn experts_below(blocks: usize) -> Placement {
+    let rules = vec![Rule { names: Names::ExpertsBelow(blocks), home: Home::Host }];
+    Placement { rules, ..Placement::default() }
+}
+
+fn layers(count: usize) -> Placement {
+    Placement { device_layers: Some(count), ..Placement::default() }
+}
+
+fn tensors(rule: &str) -> Placement {
+    Placement { rules: vec![rule.parse().unwrap()], ..Placement::default() }
+}
+
+fn config(mode: PoolMode, graphs: bool, work: HostWork, act: ActType) -> RuntimeConfig {
+    let mut config = RuntimeConfig::default();
+    config.pool = PoolConfig::new(mode);
+    config.graphs = graphs;
+    config.act = act;
+    config.host_work = Some(work);
+    config.strict = true;
+    config
+}
+
+/// What a run gives: logits of the prompt's end and after each step, the tokens, and graphs that were replayed.
+#[derive(Debug, PartialEq)]
+struct Run {
+    logits: Vec<Vec<f32>>,
+    tokens: Vec<u32>,
+}
+
+fn session(model: &str, placement: &Placement, config: RuntimeConfig) -> Session {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(model);
+    let runtime = Arc::new(Runtime::on(&Device::asked().unwrap(), config).unwrap());
+    let file = Arc::new(Gguf::open(&path).unwrap());
+    let model = Arc::new(models::load_placed(file, &runtime, placement).unwrap());
+    let mut settings = SessionConfig::default();
+    settings.context = Some(PROMPT.len() + STEPS);
+    settings.ubatch = 4;
+    settings.kv = (KvType::F32, KvType::F32);
+    let mut session = Session::new(runtime, model, settings).unwrap();
+    session.set_sampling(&Sampling::greedy(), &[]).unwrap();
+    session
+}
+
+fn generate(session: &mut Session) -> Run {
+    let mut run = Run { logits: Vec::new(), tokens: Vec::new() };
+    session.feed(&PROMPT, |_, _, _| Ok(())).unwrap();
+    run.tokens.push(session.pick().unwrap());
+    run.logits.push(session.last_logits().unwrap());
+    for _ in 0..STEPS {
+        run.tokens.push(session.decode().unwrap());
+        run.logits.push(session.last_logits().unwrap());
+    }
+    run
+}
+
+#[test]
+fn every_placement_gives_the_same_bits() {
+    let everything = [
+        (
+            "gemma4-moe.gguf",
+            vec![experts_below(usize::MAX), experts_below(1), layers(0), layers(2), tensors("ffn_.*=CPU")],
+        ),
+        ("gemma4-moe-q.gguf", vec![experts_below(2), tensors("ffn_down_exps=CPU"), tensors("token_embd=CPU")]),
+        ("gemma4-e.gguf", vec![layers(1), layers(3), tensors("per_layer_token_embd=CPU")]),
+        ("gemma4-dense.gguf", vec![layers(2), tensors(r"blk\.1\.attn_.*=CPU")]),
+        ("gemma3.gguf", vec![layers(0), layers(1), layers(2), tensors(r"\.(ffn|attn)_.*=CPU")]),
+    ];
+    for (model, placements) in everything {
+        for act in [ActType::F32, ActType::Q8] {
+            let plain =
+                |mode| generate(&mut session(model, &Placement::default(), config(mode, true, HostWork::Nodes, act)));
+            let wanted = plain(PoolMode::Vmm);
+            for placement in &placements {
+                let ways = [
+                    (PoolMode::Vmm, true, HostWork::Nodes),
+                    (PoolMode::Vmm, true, HostWork::Turns),
+                    (PoolMode::Slab, true, HostWork::Turns),
+                    (PoolMode::Vmm, false, HostWork::Turns),
+                    (PoolMode::Slab, false, HostWork::Nodes),
+                ];
+                for (mode, graphs, work) in ways {
+                    let what = format!("{model} {placement:?} {mode} {work:?} {act:?}, graphs {graphs}");
+                    let mut session = session(model, placement, config(mode, graphs, work, act));
+                    assert!(session.model().uses_host(), "{what}");
+                    assert_eq!(generate(&mut session), wanted, "{what}");
+                    let counters = session.runtime().graph_counters();
+                    assert_eq!(counters.replays > 0, graphs, "{what}: {counters:?}");
+                    assert_eq!(counters.recaptures, 0, "{what}: {counters:?}");
+                }
+            }
+        }
+    }
+}
