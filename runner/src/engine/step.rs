@@ -169,6 +169,12 @@ impl<'a> Step<'a> {
         self.side.ok_or_else(|| Error::CheckFailed("a step without a host's share asks for one".to_owned()))
     }
 
+    /// The ops since the host was last waited for, or all, if it never was.
+    #[must_use]
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
     /// Number of ops so far, the host's not counted.
     #[must_use]
     pub fn len(&self) -> usize {
