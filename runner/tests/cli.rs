@@ -375,7 +375,8 @@ fn requests_that_can_not_be_met_are_refused() {
     assert!(fails(&["run", "-m", &model, "--tokens", "2,512", "-n", "1"], 1).contains("512"));
     assert!(fails(&["logits", "-m", &model, "--tokens", "2,-1"], 1).contains("-1"));
     assert!(fails(&["logits", "-m", &model, "--tokens", "2,3", "--decode", "5000"], 1).contains("4096"));
-    assert!(fails(&["run", "-m", &model, "-p", "x", "-ngl", "3"], 1).contains("help:"));
+    assert!(fails(&["run", "-m", &model, "-p", "x", "-ngl", "some"], 2).contains("-ngl"));
+    assert!(fails(&["run", "-m", &model, "-p", "x", "-ot", "blk=moon"], 2).contains("CUDA0"));
     assert!(fails(&["run", "-m", &model, "-p", "x", "-ctk", "f32"], 1).contains("-ctv f16"));
     assert!(fails(&["run", "-m", &model, "-p", "x", "--devices", "2"], 1).contains("--devices 2"));
     assert!(fails(&["run", "-m", &model, "-p", "x", "-n", "1", "--mem-limit", "64KiB"], 1).contains("out of memory"));

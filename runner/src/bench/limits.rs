@@ -2,29 +2,23 @@
 
 use super::parameters::{FlashAttn, Placement, Row, SequenceParameters, SplitMode, kv_name};
 use crate::error::{Error, Result};
+use crate::placement::{self, Home, Names, Rule};
 
 impl Row {
-    /// Whether the engine can do it with a model of so many layers.
+    /// Whether the engine can do it.
     ///
     /// # Errors
     /// [`Error::Argument`] with what it can do.
-    pub fn check(&self, layers: usize) -> Result<()> {
-        self.model.placement.check(layers)?;
+    pub fn check(&self) -> Result<()> {
+        self.model.placement.check()?;
         self.sequence.check()
     }
 }
 
 impl Placement {
-    /// Everything is on one device, for now.
-    fn check(&self, layers: usize) -> Result<()> {
-        let whole = self.gpu_layers == -1 || usize::try_from(self.gpu_layers).is_ok_and(|count| count >= layers);
-        if !whole {
-            let expected = format!("-1, or at least the model's {layers} layers (all of them are on the device)");
-            return Err(Error::argument("-ngl", expected, self.gpu_layers));
-        }
-        if self.cpu_moe != 0 {
-            return Err(Error::argument("-ncmoe", "0 (all experts are on the device)", self.cpu_moe));
-        }
+    /// There is one device, for now, and the host.
+    fn check(&self) -> Result<()> {
+        self.placed()?;
         if !matches!(self.split_mode, SplitMode::None | SplitMode::Layer) {
             return Err(Error::argument("-sm", "none or layer (there is one device)", self.split_mode.name()));
         }
@@ -35,10 +29,23 @@ impl Placement {
         if self.tensor_split.shares().iter().skip(1).any(|share| *share > 0.0) {
             return Err(Error::argument("-ts", "a share of one device (there is one)", &self.tensor_split));
         }
-        if !self.overrides.is_empty() {
-            return Err(Error::argument("-ot", "nothing (all tensors are on the device)", &self.overrides));
-        }
         Ok(())
+    }
+
+    /// As the engine has it.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for overrides that make no sense.
+    pub fn placed(&self) -> Result<placement::Placement> {
+        let rules = self.overrides.split(';').filter(|rule| !rule.is_empty());
+        let mut rules = rules.map(str::parse::<Rule>).collect::<Result<Vec<_>, _>>().map_err(|found| {
+            Error::argument("-ot", "PATTERN=CPU or PATTERN=CUDA0, several with `;` between them", found)
+        })?;
+        if self.cpu_moe > 0 {
+            rules.push(Rule { names: Names::ExpertsBelow(self.cpu_moe as usize), home: Home::Host });
+        }
+        let device_layers = usize::try_from(self.gpu_layers).ok();
+        Ok(placement::Placement { device_layers, rules, ..placement::Placement::default() })
     }
 }
 

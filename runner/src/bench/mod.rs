@@ -112,16 +112,10 @@ pub fn check(rows: &[Row]) -> Result<Vec<(PathBuf, Description)>> {
     let mut models: Vec<(PathBuf, Description)> = Vec::new();
     for row in rows {
         let file = &row.model.file;
-        let layers = match models.iter().find(|(known, _)| known == file) {
-            Some((_, description)) => description.layers,
-            None => {
-                let description = Description::open(file)?;
-                let layers = description.layers;
-                models.push((file.clone(), description));
-                layers
-            }
-        };
-        row.check(layers)?;
+        if !models.iter().any(|(known, _)| known == file) {
+            models.push((file.clone(), Description::open(file)?));
+        }
+        row.check()?;
     }
     Ok(models)
 }
@@ -137,8 +131,7 @@ impl Loaded {
     fn new(parameters: &ModelParameters, mmap: bool, open: &dyn Fn() -> Result<Arc<Runtime>>) -> Result<Self> {
         let file = Arc::new(if mmap { Gguf::open(&parameters.file)? } else { Gguf::read(&parameters.file)? });
         let runtime = open()?;
-        // Everything goes to the one device: that is what `Placement::check` lets through.
-        let model = Arc::new(models::load(file, &runtime)?);
+        let model = Arc::new(models::load_placed(file, &runtime, &parameters.placement.placed()?)?);
         Ok(Self { parameters: parameters.clone(), model, runtime })
     }
 

@@ -85,13 +85,10 @@ fn a_test_without_memory_is_one_row_and_the_next_goes_on() {
 fn what_the_engine_can_not_do_is_refused_before_anything_runs() {
     let base = || lists(&["gemma3.gguf"]);
     let cases = [
-        ("-ngl", Lists { gpu_layers: vec![-1, 1], ..base() }),
-        ("-ngl", Lists { gpu_layers: vec![-2], ..base() }),
-        ("-ncmoe", Lists { cpu_moe: vec![0, 1], ..base() }),
         ("-sm", Lists { split_modes: vec![SplitMode::Row], ..base() }),
         ("-mg", Lists { main_gpus: vec![1], ..base() }),
         ("-ts", Lists { tensor_splits: vec![TensorSplit::parse("1/1").unwrap()], ..base() }),
-        ("-ot", Lists { overrides: vec!["exps=CPU".to_owned()], ..base() }),
+        ("-ot", Lists { overrides: vec!["exps=moon".to_owned()], ..base() }),
         ("-fa", Lists { flash_attn: vec![FlashAttn::Off], ..base() }),
         ("-ctk", Lists { types_k: vec![KvType::F16, KvType::F32], ..base() }),
     ];
@@ -101,7 +98,13 @@ fn what_the_engine_can_not_do_is_refused_before_anything_runs() {
         assert!(error.exit_status() == 2 && error.to_string().starts_with(flag), "{error}");
         assert!(heard.stages.is_empty() && heard.results.is_empty(), "{flag}");
     }
-    let fine = Lists { gpu_layers: vec![-1, 99], split_modes: vec![SplitMode::None, SplitMode::Layer], ..base() };
+    let fine = Lists {
+        gpu_layers: vec![-1, 99, 1],
+        cpu_moe: vec![0, 2],
+        overrides: vec!["a=CPU;b=CUDA0".to_owned()],
+        split_modes: vec![SplitMode::None, SplitMode::Layer],
+        ..base()
+    };
     check(&fine.rows().unwrap()).unwrap();
 }
 
