@@ -20,6 +20,7 @@
 //! | [`cuda`] | the kernels for CUDA devices: sources, compiler, disk cache |
 //! | [`cases`] | what every op is tried with, on any device, against the bodies of the host device |
 //! | [`host`] | ops that the host does beside a device |
+//! | [`lane`] | a stream beside that of a step, for copies |
 //! | [`probe`] | tiny kernels that show which bytes a graph touches |
 //!
 //! # Cost model
@@ -37,6 +38,7 @@ pub mod cuda;
 pub mod emulation;
 mod error;
 pub mod host;
+pub mod lane;
 mod module;
 pub mod ops;
 pub mod probe;

@@ -49,6 +49,10 @@ struct Run {
 }
 
 fn session(model: &str, placement: &Placement, config: RuntimeConfig) -> Session {
+    session_with(model, placement, config, None)
+}
+
+fn session_with(model: &str, placement: &Placement, config: RuntimeConfig, streamed: Option<usize>) -> Session {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(model);
     let runtime = Arc::new(Runtime::on(&Device::asked().unwrap(), config).unwrap());
     let file = Arc::new(Gguf::open(&path).unwrap());
@@ -57,6 +61,7 @@ fn session(model: &str, placement: &Placement, config: RuntimeConfig) -> Session
     settings.context = Some(PROMPT.len() + STEPS);
     settings.ubatch = 4;
     settings.kv = (KvType::F32, KvType::F32);
+    settings.stream_experts = streamed;
     let mut session = Session::new(runtime, model, settings).unwrap();
     session.set_sampling(&Sampling::greedy(), &[]).unwrap();
     session
@@ -107,6 +112,31 @@ fn every_placement_gives_the_same_bits() {
                     let counters = session.runtime().graph_counters();
                     assert_eq!(counters.replays > 0, graphs, "{what}: {counters:?}");
                     assert_eq!(counters.recaptures, 0, "{what}: {counters:?}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn experts_that_come_to_the_device_for_a_prompt_give_the_same_bits() {
+    for model in ["gemma4-moe.gguf", "gemma4-moe-q.gguf"] {
+        for act in [ActType::F32, ActType::Q8] {
+            let plain = config(PoolMode::Vmm, true, HostWork::Nodes, act);
+            let wanted = generate(&mut session(model, &Placement::default(), plain));
+            for placement in [experts_below(usize::MAX), experts_below(1), layers(3)] {
+                for (mode, graphs) in [(PoolMode::Vmm, true), (PoolMode::Slab, true), (PoolMode::Vmm, false)] {
+                    // From 1 token on every step has them come, from 4 on those of whole prompts.
+                    for from in [1, 4] {
+                        let what = format!("{model} {placement:?} {mode} {act:?}, graphs {graphs}, from {from}");
+                        let config = config(mode, graphs, HostWork::Turns, act);
+                        let mut session = session_with(model, &placement, config, Some(from));
+                        assert_eq!(generate(&mut session), wanted, "{what}");
+                        // Again: the same graphs, of which some are replayed now.
+                        session.clear().unwrap();
+                        assert_eq!(generate(&mut session), wanted, "{what}");
+                        assert_eq!(session.runtime().graph_counters().recaptures, 0, "{what}");
+                    }
                 }
             }
         }

@@ -188,6 +188,7 @@ impl EngineFlags {
             context: self.context.filter(|&context| context > 0).map(|context| context as usize).or(context),
             ubatch: self.ubatch.map_or(ubatch, |ubatch| ubatch as usize).min(self.batch as usize),
             kv: (self.cache_type_k.into(), self.cache_type_v.into()),
+            stream_experts: self.placement.stream_experts(),
             ..SessionConfig::default()
         }
     }

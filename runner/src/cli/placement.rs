@@ -23,6 +23,28 @@ pub(super) struct PlacementFlags {
     /// Keep matrices whose names a pattern is found in on the host (CPU) or the device (CUDA0); the first that fits counts (also -ot)
     #[arg(long, value_name = "PATTERN=DEVICE,…", value_delimiter = ',')]
     override_tensor: Vec<Rule>,
+    /// Tokens in a step from which on experts of the host are copied to the device for it; by default as is best, if there is room
+    #[arg(long, value_name = "N|off|auto", default_value = "auto")]
+    stream_experts: StreamExperts,
+}
+
+/// From how many tokens on experts are copied to the device.
+#[derive(Debug, Clone, Copy)]
+struct StreamExperts(Option<usize>);
+
+impl std::str::FromStr for StreamExperts {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        match text {
+            "auto" => Ok(Self(None)),
+            "off" => Ok(Self(Some(usize::MAX))),
+            _ => match text.parse() {
+                Ok(tokens) if tokens > 0 => Ok(Self(Some(tokens))),
+                _ => Err(format!("`{text}` is not a number of tokens, off or auto")),
+            },
+        }
+    }
 }
 
 impl PlacementFlags {
@@ -41,6 +63,11 @@ impl PlacementFlags {
             rules.push(Rule { names: Names::ExpertsBelow(below), home: Home::Host });
         }
         Ok(Placement { device_layers, rules, ..Placement::default() })
+    }
+
+    /// From how many tokens on experts are copied to the device.
+    pub(super) fn stream_experts(&self) -> Option<usize> {
+        self.stream_experts.0
     }
 
     /// Builds the model of a file as the flags say.

@@ -13,6 +13,7 @@ use std::sync::atomic::Ordering;
 
 use evergraph_graphcache::Scope;
 use evergraph_kernels::host::{HostBlock, HostFaults, HostNode, HostPart, Keep};
+use evergraph_kernels::lane::Lane;
 use evergraph_kernels::ops::{HostAsk, HostWait, Root, TensorView};
 use evergraph_kernels::quant::QuantType;
 use evergraph_pool::driver::Fault;
@@ -62,6 +63,8 @@ pub(crate) struct HostSide {
     faults: Arc<HostFaults>,
     /// The weights.
     keep: Vec<Keep>,
+    /// On which experts come to the device, and from how many tokens on.
+    lane: Option<(Arc<Lane>, usize)>,
 }
 
 /// Memory of the part that is being put together. Parts are done one after the other, so all start at the same place.
@@ -111,8 +114,9 @@ pub struct Crossing {
 }
 
 impl HostSide {
-    /// Beside a runtime's device, for a model whose weights `keep` keeps.
-    pub(crate) fn new(runtime: &Arc<Runtime>, keep: Vec<Keep>) -> Result<Self> {
+    /// Beside a runtime's device, for a model whose weights `keep` keeps. In steps of at least `streamed` tokens experts come to
+    /// the device.
+    pub(crate) fn new(runtime: &Arc<Runtime>, keep: Vec<Keep>, streamed: Option<usize>) -> Result<Self> {
         let (pool, stream, device) = (runtime.pool(), runtime.stream(), runtime.device());
         let buffer = pool.host_buffer::<i32>(WORDS)?;
         let turn = pool.alloc_for::<i32>(1, Purpose::State, stream)?;
@@ -130,12 +134,20 @@ impl HostSide {
             parts: Mutex::default(),
             faults: Arc::default(),
             keep,
+            lane: match streamed {
+                Some(tokens) => Some((Lane::new(pool.driver())?, tokens)),
+                None => None,
+            },
             runtime: Arc::clone(runtime),
         })
     }
 
     pub(super) fn keep(&self) -> &[Keep] {
         &self.keep
+    }
+
+    pub(super) fn lane(&self, tokens: usize) -> Option<Arc<Lane>> {
+        self.lane.as_ref().filter(|(_, from)| tokens >= *from).map(|(lane, _)| Arc::clone(lane))
     }
 
     pub(super) fn how(&self) -> HostWork {

@@ -51,13 +51,23 @@ pub struct SessionConfig {
     pub kv: (KvType, KvType),
     /// Rows of logits made at a time, where logits of many positions are asked for.
     pub logit_rows: usize,
+    /// Tokens in a step from which on experts that stay on the host are copied to the device for it, rather than done on the host.
+    /// None means as many as is best, if there is room for them.
+    pub stream_experts: Option<usize>,
     /// Whether the output of each block is kept, for tests and debugging.
     pub taps: bool,
 }
 
 impl Default for SessionConfig {
     fn default() -> Self {
-        Self { context: None, ubatch: 512, kv: (KvType::F16, KvType::F16), logit_rows: 1, taps: false }
+        Self {
+            context: None,
+            ubatch: 512,
+            kv: (KvType::F16, KvType::F16),
+            logit_rows: 1,
+            stream_experts: None,
+            taps: false,
+        }
     }
 }
 
@@ -155,6 +165,23 @@ impl Buffers {
     }
 }
 
+/// From how many tokens on experts of the host come to the device. They are copied at a speed at which a few dozen tokens are
+/// worth it, and need room.
+fn experts_come_from(runtime: &Runtime, model: &Decoder, ubatch: usize) -> Result<Option<usize>> {
+    const WORTH: usize = 64;
+    let places = model.streamed_bytes();
+    let pool = runtime.pool();
+    if places == 0 || ubatch < WORTH || pool.driver().info().backend == "host" || !model.weights.host_is_registered() {
+        return Ok(None);
+    }
+    pool.driver().bind()?;
+    let free = pool.driver().mem_info()?.free_bytes;
+    let limit = pool.limit().unwrap_or(usize::MAX);
+    let within = limit.saturating_sub(pool.stats().reserved_bytes.current as usize);
+    // Scratch of the step itself takes about as much again.
+    Ok((free.min(within) / 3 >= places).then_some(WORTH))
+}
+
 impl Session {
     /// An empty sequence.
     ///
@@ -189,7 +216,12 @@ impl Session {
         };
         let cache = KvCache::new(runs, &model.blocks, context, ubatch, config.kv)?;
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
-        let side = model.uses_host().then(|| HostSide::new(&runtime, model.weights.keep())).transpose()?;
+        let streamed = config.stream_experts.filter(|_| model.weights.host_is_registered());
+        let streamed = match config.stream_experts {
+            None => experts_come_from(runs, &model, ubatch)?,
+            Some(_) => streamed,
+        };
+        let side = model.uses_host().then(|| HostSide::new(&runtime, model.weights.keep(), streamed)).transpose()?;
         Ok(Self {
             runtime,
             model,

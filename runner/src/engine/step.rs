@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use evergraph_kernels::Kernels;
 use evergraph_kernels::host::{HostPart, Keep};
+use evergraph_kernels::lane::Lane;
 use evergraph_kernels::ops::{Op, Plan, Root, TensorView};
 use evergraph_kernels::quant::QuantType;
 use evergraph_pool::driver::{DeviceOrdinal, StreamHandle};
@@ -173,6 +174,12 @@ impl<'a> Step<'a> {
     #[must_use]
     pub fn plan(&self) -> &Plan {
         &self.plan
+    }
+
+    /// The lane on which experts of the host come to the device, where they do in a step of so many tokens.
+    #[must_use]
+    pub fn lane(&self, tokens: usize) -> Option<Arc<Lane>> {
+        self.side.filter(|_| !self.on_host)?.lane(tokens)
     }
 
     /// Number of ops so far, the host's not counted.

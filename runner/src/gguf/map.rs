@@ -3,7 +3,9 @@
 #![allow(unsafe_code)]
 
 use std::fs::File;
+use std::ops::Range;
 use std::path::Path;
+use std::sync::Arc;
 
 use evergraph_pool::HostMemory;
 use memmap2::{Mmap, MmapOptions};
@@ -94,6 +96,29 @@ impl AsRef<[u8]> for Bytes {
 unsafe impl HostMemory for Bytes {
     fn bytes(&self) -> &[u8] {
         self.as_ref()
+    }
+}
+
+/// A part of the bytes of a model.
+#[derive(Debug)]
+pub struct BytesRange {
+    bytes: Arc<Bytes>,
+    range: Range<usize>,
+}
+
+impl BytesRange {
+    /// None where the range is not in the bytes.
+    #[must_use]
+    pub fn new(bytes: &Arc<Bytes>, range: Range<usize>) -> Option<Self> {
+        bytes.as_ref().as_ref().get(range.clone())?;
+        Some(Self { bytes: Arc::clone(bytes), range })
+    }
+}
+
+// SAFETY: as for the whole, which the value owns a share of; the range was checked and does not change.
+unsafe impl HostMemory for BytesRange {
+    fn bytes(&self) -> &[u8] {
+        self.bytes.as_ref().as_ref().get(self.range.clone()).unwrap_or_default()
     }
 }
 

@@ -29,7 +29,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 pub use evergraph_kernels::quant::QuantType;
-pub use map::Bytes;
+pub use map::{Bytes, BytesRange};
 pub use types::{Check, ValueType};
 pub use value::{Array, ArrayIter, Value};
 pub use write::{MetaValue, Writer};

@@ -7,6 +7,7 @@ use super::feed_forward::{AskedExperts, Branch, RouterScratch};
 use super::input::{Room, is_on_host};
 use super::kv::LayerCache;
 use super::layer_input::LayerInput;
+use super::streamed::Streamed;
 use crate::engine::Step;
 use crate::error::Result;
 use crate::placement::Home;
@@ -54,6 +55,8 @@ pub(super) struct Shared {
     pub(super) router: Option<RouterScratch>,
     /// For the input of the products at hand, where it is quantised.
     pub(super) room: Option<Room>,
+    /// Where experts of the host come to, if they come.
+    pub(super) streamed: Option<Streamed>,
 }
 
 impl Shared {
@@ -69,10 +72,16 @@ impl Shared {
         fn most<'a, T: 'a>(list: impl Iterator<Item = &'a T>, of: impl Fn(&T) -> usize) -> usize {
             list.map(of).max().unwrap_or(1).max(1)
         }
-        let elsewhere = !step.is_on_host();
+        let branches = || blocks.iter().flat_map(|block| &block.branches).map(|branch| &branch.part);
+        let coming = || branches().filter_map(|part| part.experts()).filter(|experts| experts.are_on_host());
+        let lane = step.lane(tokens).filter(|_| coming().next().is_some());
+        let streamed = match lane {
+            Some(lane) => Some(Streamed::new(step, lane, coming())?),
+            None => None,
+        };
+        let elsewhere = !step.is_on_host() && streamed.is_none();
         let attentions = || blocks.iter().map(|block| &block.attention);
         let own = || attentions().filter(|part| matches!(part.kv, KeyValue::Own(_)));
-        let branches = || blocks.iter().flat_map(|block| &block.branches).map(|branch| &branch.part);
         // A part that the host does beside the device has its room there.
         let parts = || branches().filter(|part| !(elsewhere && part.is_on_host()));
         let inputs = || blocks.iter().filter_map(|block| block.input.as_ref());
@@ -94,8 +103,14 @@ impl Shared {
             a: step.floats("attention", &[tokens, attended])?,
             gate: step.floats("ffn gate", &[tokens, hidden])?,
             up: step.floats("ffn up", &[tokens, most(parts(), |part| part.up())])?,
-            router: RouterScratch::new(step, branches().filter_map(|part| part.experts()), tokens, width)?,
+            router: RouterScratch::new(
+                step,
+                branches().filter_map(|part| part.experts()),
+                [tokens, width],
+                streamed.is_some(),
+            )?,
             room,
+            streamed,
         })
     }
 }

@@ -7,6 +7,7 @@ use evergraph_kernels::ops::{Copy, RmsNorm, Softcap, TensorView};
 use evergraph_pool::{Tracked, Use};
 
 use super::block::{Block, Shared};
+use super::feed_forward::Experts;
 use super::input::{Input, Room, get_rows};
 use super::kv::KvCache;
 use super::layer_input::LayerInputs;
@@ -56,6 +57,16 @@ impl Decoder {
     #[must_use]
     pub fn uses_host(&self) -> bool {
         self.weights.any_on_host()
+    }
+
+    /// Room on the device for the experts that stay on the host, one block's at a time, bytes.
+    #[must_use]
+    pub fn streamed_bytes(&self) -> usize {
+        let ours = self.blocks.iter().filter(|block| block.home == Home::Device);
+        let experts = ours.flat_map(|block| &block.branches).filter_map(|branch| branch.part.experts());
+        let experts: Vec<_> = experts.filter(|experts| experts.are_on_host()).map(Experts::tensors).collect();
+        let most = |place: usize| experts.iter().filter_map(|tensors| Some(tensors[place]?.range().len())).max();
+        (0..3).filter_map(most).sum()
     }
 
     /// What a step of this model depends on, besides its sequence.

@@ -5,6 +5,7 @@ use evergraph_kernels::quant::QuantType;
 
 use super::block::{Shared, fitted};
 use super::input::{CrossingInput, Input, Room, is_on_host};
+use super::streamed::Streamed;
 use super::weights::Weights;
 use crate::engine::{Asked, Step};
 use crate::error::Result;
@@ -54,8 +55,10 @@ pub struct Experts {
     pub gate_up: GateUp,
     /// `[E, D, F]`.
     pub down: TensorView,
-    /// Factor of each expert's output, `[E]`.
+    /// Factor of each expert's output, `[E]`, where the products are.
     pub down_scale: Option<TensorView>,
+    /// The same on the device, for experts that come there from the host.
+    pub device_scale: Option<TensorView>,
     /// Experts a token.
     pub used: usize,
     /// The function on the gate.
@@ -107,12 +110,12 @@ impl RouterScratch {
     pub(super) fn new<'a>(
         step: &mut Step<'_>,
         experts: impl Iterator<Item = &'a Experts> + Clone,
-        tokens: usize,
-        width: usize,
+        [tokens, width]: [usize; 2],
+        streamed: bool,
     ) -> Result<Option<Self>> {
         let Some(count) = experts.clone().map(|experts| experts.router.dim(0)).max() else { return Ok(None) };
         let used = experts.clone().map(|experts| experts.used).max().unwrap_or(1);
-        let here = step.is_on_host() || experts.clone().any(|experts| !experts.are_on_host());
+        let here = step.is_on_host() || streamed || experts.clone().any(|experts| !experts.are_on_host());
         Ok(Some(Self {
             logits: step.floats("router logits", &[tokens, count])?,
             ids: step.scratch("expert ids", QuantType::I32, &[tokens, used])?,
@@ -131,7 +134,9 @@ impl Branch {
         h: &TensorView,
     ) -> Result<Option<AskedExperts>> {
         match &self.part {
-            FeedForward::Experts(experts) if experts.are_on_host() && !step.is_on_host() => {
+            FeedForward::Experts(experts)
+                if experts.are_on_host() && !step.is_on_host() && shared.streamed.is_none() =>
+            {
                 experts.ask_host(step, shared, h, &self.norm)
             }
             _ => Ok(None),
@@ -292,7 +297,6 @@ impl GateUp {
 }
 
 impl Experts {
-    /// Those of the experts, all of them.
     /// The weights of the experts' products, without the router.
     pub(super) fn products(&self) -> impl Iterator<Item = &TensorView> + Clone {
         self.gate_up.weights().chain([&self.down])
@@ -301,6 +305,14 @@ impl Experts {
     /// Elements between an expert's two products.
     fn hidden(&self) -> usize {
         self.down.dim(2)
+    }
+
+    /// Gate, or gate and up merged; up, where it is apart; down.
+    pub(super) fn tensors(&self) -> [Option<&TensorView>; 3] {
+        match &self.gate_up {
+            GateUp::Apart { gate, up } => [Some(gate), Some(up), Some(&self.down)],
+            GateUp::Merged(both) => [Some(both), None, Some(&self.down)],
+        }
     }
 
     /// Whether all of them are on the host.
@@ -327,9 +339,14 @@ impl Experts {
             y: fit(y, self.used * h.dim(1))?,
             quantised: shared.room.as_ref(),
         };
-        let x = Input::unwritten(room.quantised, &shared.x, self.gate_up.weights(), self.router_norm.is_none())?;
+        let streamed = shared.streamed.as_ref().filter(|_| self.are_on_host());
+        let coming = match streamed {
+            Some(streamed) => (0..self.gate_up.weights().count()).map(|place| streamed.coming(place)).collect(),
+            None => Ok(self.gate_up.weights().cloned().collect::<Vec<_>>()),
+        }?;
+        let x = Input::unwritten(room.quantised, &shared.x, &coming, self.router_norm.is_none())?;
         let x = self.write_input(step, shared, h, norm, x)?;
-        self.outputs(step, &x, [ids, weights], &room, out)
+        self.outputs(step, streamed, &x, [ids, weights], &room, out)
     }
 
     /// Asks the host for the sum of the experts' outputs. What they take crosses in as few bytes as it has.
@@ -358,7 +375,7 @@ impl Experts {
                 y: step.floats("expert outputs", &[tokens, used * width])?,
                 quantised: quantised.as_ref(),
             };
-            self.outputs(step, &x, [ids.host, weights.host], &room, &sum.host)
+            self.outputs(step, None, &x, [ids.host, weights.host], &room, &sum.host)
         })?;
         Ok(Some(AskedExperts { asked, sum: sum.device }))
     }
@@ -409,6 +426,7 @@ impl Experts {
     fn outputs(
         &self,
         step: &mut Step<'_>,
+        streamed: Option<&Streamed>,
         x: &Input,
         [ids, weights]: [TensorView; 2],
         room: &ExpertRoom<'_>,
@@ -416,22 +434,31 @@ impl Experts {
     ) -> Result<()> {
         let (used, hidden) = (self.used, self.hidden());
         let (gate_out, up_out) = (room.gate.heads(used)?, room.up.heads(used)?);
+        // A product with one of the experts' tensors, which is here, or comes.
+        let times = |step: &mut Step<'_>, x: &Input, place: usize, w: &TensorView, y: &TensorView| match streamed {
+            Some(streamed) => streamed.with(step, place, |step, w| x.times_experts(step, w, &ids, y)),
+            None => x.times_experts(step, w, &ids, y),
+        };
         let glu = match &self.gate_up {
             GateUp::Apart { gate, up } => {
-                x.times_experts(step, gate, &ids, &gate_out)?;
-                x.times_experts(step, up, &ids, &up_out)?;
+                times(step, x, 0, gate, &gate_out)?;
+                times(step, x, 1, up, &up_out)?;
                 Glu::new(gate_out.clone(), up_out, gate_out.clone(), self.activation)
             }
             GateUp::Merged(both) => {
-                x.times_experts(step, both, &ids, &up_out)?;
+                times(step, x, 0, both, &up_out)?;
                 let half = |start: usize| up_out.narrow(2, start, hidden);
                 Glu::new(half(0)?, half(hidden)?, gate_out.clone(), self.activation)
             }
         };
         let y = room.y.heads(used)?;
-        let hidden = Input::unwritten(room.quantised, &gate_out, [&self.down], false)?.glu(step, glu)?;
-        hidden.times_experts(step, &self.down, &ids, &y)?;
-        let expert_scale = self.down_scale.clone().map(|scale| (scale, ids));
+        let (down, scale) = match streamed {
+            Some(streamed) => (streamed.coming(2)?, &self.device_scale),
+            None => (self.down.clone(), &self.down_scale),
+        };
+        let hidden = Input::unwritten(room.quantised, &gate_out, [&down], false)?.glu(step, glu)?;
+        times(step, &hidden, 2, &self.down, &y)?;
+        let expert_scale = scale.clone().map(|scale| (scale, ids));
         step.push(ExpertSum { y, weights, expert_scale, residual: None, out: out.clone() })
     }
 }

@@ -177,6 +177,7 @@ fn feed_forward(weights: &Weights, shape: &Shape, name: &dyn Fn(&str) -> String)
         gate_up: GateUp::load(weights, name, [experts, hidden, width])?,
         down: weights.get(&name("ffn_down_exps"), &[experts, width, hidden])?,
         down_scale: None,
+        device_scale: None,
         used,
         activation,
     })))

@@ -289,6 +289,7 @@ fn branches(weights: &Weights, shape: &Shape, index: usize, layer: &Layer) -> Re
     let router_norm = weights.vector(&format!("blk.{index}.ffn_gate_inp.scale"), width)?;
     let down = weights.get(&name("ffn_down_exps"), &[count, width, hidden])?;
     let gate_up = GateUp::load(weights, &name, [count, hidden, width])?;
+    let scale = format!("blk.{index}.ffn_down_exps.scale");
     // The sum is where all products are, or with the block.
     let sum = if gate_up.is_on_host() && is_on_host(&down) { Home::Host } else { weights.block_home(index) };
     let experts = Experts {
@@ -296,7 +297,11 @@ fn branches(weights: &Weights, shape: &Shape, index: usize, layer: &Layer) -> Re
         router_norm: Some((router_norm, 1.0 / (width as f32).sqrt())),
         gate_up,
         down,
-        down_scale: weights.find_vector_on(sum, &format!("blk.{index}.ffn_down_exps.scale"), count)?,
+        down_scale: weights.find_vector_on(sum, &scale, count)?,
+        device_scale: match weights.block_home(index) {
+            Home::Device => weights.find_vector(&scale, count)?,
+            Home::Host => None,
+        },
         used,
         activation,
     };

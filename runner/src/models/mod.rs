@@ -11,6 +11,7 @@ mod keys;
 mod kv;
 mod layer_input;
 mod reads;
+mod streamed;
 mod weights;
 
 use std::path::PathBuf;

@@ -9,7 +9,7 @@ use evergraph_pool::{DeviceSlice, Purpose, RegisteredHost, Staging, Tracked, Use
 
 use crate::engine::Runtime;
 use crate::error::{Error, Result};
-use crate::gguf::{Bytes, Gguf, QuantType, TensorInfo};
+use crate::gguf::{Bytes, BytesRange, Gguf, QuantType, TensorInfo};
 use crate::placement::{Home, Placement};
 
 /// The weights of a file, each where it is read: by the device, or by the host.
@@ -26,6 +26,8 @@ pub struct Weights {
     store: Store,
     placement: Placement,
     blocks: usize,
+    /// What stays on the host and may be copied to the device, where that has to know of it.
+    registered: Vec<RegisteredHost>,
 }
 
 #[derive(Debug)]
@@ -35,6 +37,9 @@ enum Store {
     /// In the file's order; none for what stays on the host.
     Uploaded(Vec<Option<DeviceSlice<u8>>>),
 }
+
+/// What the system locks at a time, bytes.
+const PAGE: usize = 4096;
 
 /// Whether it is a large matrix of floats.
 fn is_dense(tensor: &TensorInfo) -> bool {
@@ -49,7 +54,8 @@ impl Weights {
     /// Those of the pool and the driver.
     pub fn load(file: Arc<Gguf>, runtime: &Runtime, placement: &Placement, blocks: usize) -> Result<Self> {
         let (device, placement) = (runtime.device(), placement.clone());
-        let mut weights = Self { file, device, store: Store::Mapped(Vec::new()), placement, blocks };
+        let mut weights =
+            Self { file, device, store: Store::Mapped(Vec::new()), placement, blocks, registered: Vec::new() };
         weights.store = if runtime.pool().driver().as_host().is_some() {
             let register = |bytes: &Arc<Bytes>| {
                 let bytes: Arc<dyn evergraph_pool::HostMemory> = Arc::clone(bytes) as _;
@@ -61,9 +67,50 @@ impl Weights {
             if weights.file.tensors().iter().any(dense) {
                 runtime.prepare_products()?;
             }
+            weights.registered = weights.register(runtime)?;
             Store::Uploaded(weights.upload(runtime)?)
         };
         Ok(weights)
+    }
+
+    /// Makes the host's matrices known to the device, so that it copies them at full speed.
+    fn register(&self, runtime: &Runtime) -> Result<Vec<RegisteredHost>> {
+        let on_host = self.file.tensors().iter().filter(|tensor| self.home(tensor.name()) == Home::Host);
+        let mut ranges: Vec<(usize, std::ops::Range<usize>)> = on_host
+            .map(|tensor| {
+                // Whole pages, since those are what is locked.
+                let start = tensor.start_bytes() as usize / PAGE * PAGE;
+                (tensor.part(), start..(tensor.start_bytes() + tensor.bytes()) as usize)
+            })
+            .collect();
+        ranges.sort_unstable_by_key(|(part, range)| (*part, range.start));
+        let mut joined: Vec<(usize, std::ops::Range<usize>)> = Vec::new();
+        for (part, range) in ranges {
+            match joined.last_mut() {
+                Some((other, before)) if *other == part && range.start <= before.end.next_multiple_of(PAGE) => {
+                    before.end = before.end.max(range.end);
+                }
+                _ => joined.push((part, range)),
+            }
+        }
+        let files: Vec<&Arc<Bytes>> = self.file.parts().collect();
+        let register = |(part, range): (usize, std::ops::Range<usize>)| {
+            let bytes = files.get(part).and_then(|bytes| BytesRange::new(bytes, range));
+            bytes.map(|bytes| Ok(runtime.pool().register_host(Arc::new(bytes))?))
+        };
+        match joined.into_iter().filter_map(register).collect::<Result<Vec<_>>>() {
+            Ok(registered) => Ok(registered),
+            Err(error) => {
+                tracing::info!(%error, "weights of the host can not be locked: they are not copied to the device");
+                Ok(Vec::new())
+            }
+        }
+    }
+
+    /// Whether matrices of the host can be copied to the device.
+    #[must_use]
+    pub fn host_is_registered(&self) -> bool {
+        matches!(self.store, Store::Mapped(_)) || !self.registered.is_empty()
     }
 
     /// Copies the device's tensors to it.
@@ -127,10 +174,12 @@ impl Weights {
 
     /// What a step that reads the weights depends on.
     pub fn uses(&self) -> Vec<(&dyn Tracked, Use)> {
-        match &self.store {
+        let mut uses: Vec<(&dyn Tracked, Use)> = match &self.store {
             Store::Mapped(files) => files.iter().map(|file| (file as &dyn Tracked, Use::Weight)).collect(),
             Store::Uploaded(list) => list.iter().flatten().map(|slice| (slice as &dyn Tracked, Use::Weight)).collect(),
-        }
+        };
+        uses.extend(self.registered.iter().map(|range| (range as &dyn Tracked, Use::Weight)));
+        uses
     }
 
     /// Whether there is such a tensor.
@@ -193,6 +242,14 @@ impl Weights {
     pub fn vector_on(&self, home: Home, name: &str, len: usize) -> Result<TensorView> {
         let view = self.find_on(home, name, &[len])?.ok_or_else(|| missing(name))?;
         if view.ty() == QuantType::F32 { Ok(view) } else { Err(Error::tensor(name, "type F32", view.ty())) }
+    }
+
+    /// As [`vector`](Self::vector), but the tensor may be missing.
+    ///
+    /// # Errors
+    /// As [`vector`](Self::vector) for a tensor that is there.
+    pub fn find_vector(&self, name: &str, len: usize) -> Result<Option<TensorView>> {
+        self.find_vector_on(self.home(name), name, len)
     }
 
     /// As [`vector_on`](Self::vector_on), but the tensor may be missing.
