@@ -205,6 +205,7 @@ pub(super) fn measure(
         context: Some(test.tokens() + test.depth as usize),
         ubatch: sequence.ubatch.min(sequence.batch) as usize,
         kv: (sequence.type_k, sequence.type_v),
+        stream_experts: settings.stream_experts,
         ..SessionConfig::default()
     };
     let ids = Ids { state: settings.seed, vocabulary: model.vocabulary.max(1) as u64 };

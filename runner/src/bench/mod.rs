@@ -59,11 +59,13 @@ pub struct Settings {
     pub seed: u64,
     /// Whether model files are mapped; else they are read.
     pub mmap: bool,
+    /// As in [`SessionConfig`](crate::engine::SessionConfig).
+    pub stream_experts: Option<usize>,
 }
 
 impl Default for Settings {
     fn default() -> Self {
-        Self { repetitions: 5, warm_up: true, delay: Duration::ZERO, seed: 1, mmap: true }
+        Self { repetitions: 5, warm_up: true, delay: Duration::ZERO, seed: 1, mmap: true, stream_experts: None }
     }
 }
 

@@ -10,6 +10,7 @@ use clap::Args;
 use super::device::choose;
 use super::flags::{ActChoice, PoolChoice, Switch};
 use super::output::{Output, progress, say};
+use super::placement::{HostWorkChoice, StreamExperts};
 use super::size::{format_size, parse_size};
 use crate::bench::{
     self, Description, FlashAttn, Format, Listener, Lists, Machine, Measured, Record, Row, Settings, Setup, SplitMode,
@@ -116,6 +117,12 @@ pub(super) struct Flags {
     /// Whether steps are captured and replayed
     #[arg(long, value_enum, default_value_t = Switch::On)]
     graphs: Switch,
+    /// How the host gets to know of its share inside a graph; by default as is best for the device
+    #[arg(long, value_enum)]
+    host_work: Option<HostWorkChoice>,
+    /// Tokens in a step from which on experts of the host are copied to the device for it; by default as is best, if there is room
+    #[arg(long, value_name = "N|off|auto", default_value = "auto")]
+    stream_experts: StreamExperts,
     /// Activations in products with weights in blocks; weights of floats always take floats
     #[arg(long, value_enum, default_value_t = ActChoice::Q8)]
     act: ActChoice,
@@ -255,6 +262,7 @@ impl Flags {
             delay: Duration::from_secs(self.delay.into()),
             seed: self.seed,
             mmap: !self.no_mmap,
+            stream_experts: self.stream_experts.tokens(),
         }
     }
 
@@ -267,6 +275,7 @@ impl Flags {
             act: self.act.name(),
             seed: self.seed,
             mmap: !self.no_mmap,
+            stream_experts: self.stream_experts.tokens(),
         }
     }
 
@@ -281,7 +290,8 @@ impl Flags {
         let mut pool = PoolConfig::new(self.pool_mode());
         pool.limit_bytes = self.mem_limit;
         let graphs = self.graphs == Switch::On;
-        let config = RuntimeConfig { pool, graphs, act: self.act.into(), ..RuntimeConfig::default() };
+        let host_work = self.host_work.map(Into::into);
+        let config = RuntimeConfig { pool, graphs, act: self.act.into(), host_work, ..RuntimeConfig::default() };
         Runtime::on(device, config).map(Arc::new)
     }
 }

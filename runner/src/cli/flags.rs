@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use super::device::choose;
 use super::output::say;
-use super::placement::PlacementFlags;
+use super::placement::{HostWorkChoice, PlacementFlags};
 use super::size::{format_size, parse_size};
 use crate::engine::{ActType, KvType, PoolConfig, PoolMode, Runtime, RuntimeConfig, SessionConfig};
 use crate::error::{Error, Result};
@@ -83,7 +83,10 @@ pub(super) struct DeviceFlags {
     /// Whether steps are captured and replayed
     #[arg(long, value_enum, default_value_t = Switch::On)]
     pub(super) graphs: Switch,
-    /// Worker threads of the host device; by default one a core
+    /// How the host gets to know of its share inside a graph; by default as is best for the device
+    #[arg(long, value_enum)]
+    host_work: Option<HostWorkChoice>,
+    /// Worker threads of the host; by default one a core
     #[arg(short = 't', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub(super) threads: Option<u32>,
 }
@@ -105,7 +108,13 @@ impl DeviceFlags {
             PoolChoice::Slab => PoolMode::Slab,
         });
         pool.limit_bytes = self.mem_limit;
-        let config = RuntimeConfig { pool, graphs: self.graphs == Switch::On, act, ..RuntimeConfig::default() };
+        let config = RuntimeConfig {
+            pool,
+            graphs: self.graphs == Switch::On,
+            act,
+            host_work: self.host_work.map(Into::into),
+            ..RuntimeConfig::default()
+        };
         let runtime = Runtime::on(&device, config)?;
         let limit = self.mem_limit.map_or_else(String::new, |bytes| format!(", limit {}", format_size(bytes as u64)));
         let graphs = if self.graphs == Switch::On { "on" } else { "off" };

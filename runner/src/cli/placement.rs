@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::engine::Runtime;
+use crate::engine::{HostWork, Runtime};
 use crate::error::{Error, Result};
 use crate::gguf::Gguf;
 use crate::models::{self, Decoder};
@@ -30,7 +30,32 @@ pub(super) struct PlacementFlags {
 
 /// From how many tokens on experts are copied to the device.
 #[derive(Debug, Clone, Copy)]
-struct StreamExperts(Option<usize>);
+pub(super) struct StreamExperts(Option<usize>);
+
+impl StreamExperts {
+    /// The number, or none for what is best.
+    pub(super) fn tokens(self) -> Option<usize> {
+        self.0
+    }
+}
+
+/// How the host gets to know of its share.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub(super) enum HostWorkChoice {
+    /// Host functions of the driver.
+    Nodes,
+    /// A number that the device raises and the host looks for.
+    Turns,
+}
+
+impl From<HostWorkChoice> for HostWork {
+    fn from(choice: HostWorkChoice) -> Self {
+        match choice {
+            HostWorkChoice::Nodes => Self::Nodes,
+            HostWorkChoice::Turns => Self::Turns,
+        }
+    }
+}
 
 impl std::str::FromStr for StreamExperts {
     type Err = String;
@@ -67,7 +92,7 @@ impl PlacementFlags {
 
     /// From how many tokens on experts are copied to the device.
     pub(super) fn stream_experts(&self) -> Option<usize> {
-        self.stream_experts.0
+        self.stream_experts.tokens()
     }
 
     /// Builds the model of a file as the flags say.
