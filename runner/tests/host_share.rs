@@ -49,10 +49,16 @@ struct Run {
 }
 
 fn session(model: &str, placement: &Placement, config: RuntimeConfig) -> Session {
-    session_with(model, placement, config, None)
+    session_with(model, placement, config, None, 0)
 }
 
-fn session_with(model: &str, placement: &Placement, config: RuntimeConfig, streamed: Option<usize>) -> Session {
+fn session_with(
+    model: &str,
+    placement: &Placement,
+    config: RuntimeConfig,
+    streamed: Option<usize>,
+    fetched: usize,
+) -> Session {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(model);
     let runtime = Arc::new(Runtime::on(&Device::asked().unwrap(), config).unwrap());
     let file = Arc::new(Gguf::open(&path).unwrap());
@@ -62,6 +68,7 @@ fn session_with(model: &str, placement: &Placement, config: RuntimeConfig, strea
     settings.ubatch = 4;
     settings.kv = (KvType::F32, KvType::F32);
     settings.stream_experts = streamed;
+    settings.device_experts = Some(fetched);
     let mut session = Session::new(runtime, model, settings).unwrap();
     session.set_sampling(&Sampling::greedy(), &[]).unwrap();
     session
@@ -130,13 +137,41 @@ fn experts_that_come_to_the_device_for_a_prompt_give_the_same_bits() {
                     for from in [1, 4] {
                         let what = format!("{model} {placement:?} {mode} {act:?}, graphs {graphs}, from {from}");
                         let config = config(mode, graphs, HostWork::Turns, act);
-                        let mut session = session_with(model, &placement, config, Some(from));
+                        let mut session = session_with(model, &placement, config, Some(from), 0);
                         assert_eq!(generate(&mut session), wanted, "{what}");
                         // Again: the same graphs, of which some are replayed now.
                         session.clear().unwrap();
                         assert_eq!(generate(&mut session), wanted, "{what}");
                         assert_eq!(session.runtime().graph_counters().recaptures, 0, "{what}");
                     }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn experts_that_the_device_fetches_for_a_token_change_no_more_than_the_order_of_a_sum() {
+    for model in ["gemma4-moe.gguf", "gemma4-moe-q.gguf"] {
+        let config = |graphs, work| config(PoolMode::Vmm, graphs, work, ActType::F32);
+        let wanted = generate(&mut session(model, &Placement::default(), config(true, HostWork::Nodes)));
+        for placement in [experts_below(usize::MAX), experts_below(1)] {
+            // More than a token uses is all but one: the host is asked in any case.
+            for fetched in [1, 16] {
+                let mut runs = [(true, HostWork::Turns), (true, HostWork::Nodes), (false, HostWork::Turns)].map(
+                    |(graphs, work)| {
+                        generate(&mut session_with(model, &placement, config(graphs, work), None, fetched))
+                    },
+                );
+                assert_eq!(runs[0], runs[1]);
+                assert_eq!(runs[0], runs[2], "graphs on and off");
+                let run = std::mem::replace(&mut runs[0], Run { logits: Vec::new(), tokens: Vec::new() });
+                assert_eq!(run.tokens, wanted.tokens, "{model} {placement:?} {fetched}");
+                assert_ne!(run.logits, wanted.logits, "{model} {placement:?} {fetched}: the device did nothing");
+                for (row, wanted) in run.logits.iter().zip(&wanted.logits) {
+                    let most = wanted.iter().fold(0f32, |most, value| most.max(value.abs()));
+                    let far = row.iter().zip(wanted).fold(0f32, |far, (a, b)| far.max((a - b).abs()));
+                    assert!(far <= 2e-5 * most, "{model} {placement:?} {fetched}: {far} of {most}");
                 }
             }
         }

@@ -1,7 +1,8 @@
 //! Cases of the choice of experts and of the sum over them.
 
 use super::Case;
-use crate::ops::{ExpertSum, Router, Scoring};
+use crate::ops::{ExpertSum, GatherExperts, Router, Scoring};
+use crate::quant::QuantType;
 
 pub(super) fn cases() -> Vec<Case> {
     let mut list = Vec::new();
@@ -53,6 +54,20 @@ pub(super) fn cases() -> Vec<Case> {
                 Ok(Box::new(ExpertSum { y, weights, expert_scale, residual: Some(out.clone()), out }))
             }));
         }
+    }
+    for (name, ty, shape, ids) in [
+        ("Q4_0, whole words", QuantType::Q4_0, [7, 24, 64], vec![6, 0, 6]),
+        ("Q4_0, halves of words", QuantType::Q4_0, [5, 3, 96], vec![4, 2]),
+        ("F32, one", QuantType::F32, [1, 1, 1], vec![0]),
+        ("Q8_0, large", QuantType::Q8_0, [3, 300, 1024], vec![2, 1, 0, 2]),
+    ] {
+        list.push(Case::new("gather_experts", name, 0.0, move |t| {
+            let values = t.random(shape.iter().product());
+            let (w, places) = (t.typed(ty, &shape, &values)?, ids.len());
+            let blank = vec![0; places * w.range().len() / shape[0]];
+            let out = t.bytes(ty, &[places, shape[1], shape[2]], &blank)?;
+            Ok(Box::new(GatherExperts { w, ids: t.ints(&[places], &ids)?, out }))
+        }));
     }
     list
 }

@@ -74,6 +74,7 @@ pub(crate) static KERNELS: &[HostKernel] = &[
     kernel("expert_matmul", &[P, D, D, D, D, P, D, D, P, S, S, P, S, S, P, S, S], product::expert_matmul),
     kernel("expert_sum", &[P, S, S, P, P, P, D, P, S, P, S, D, D, D], moe::expert_sum),
     kernel("fill", &[P, D, D, D], rows::fill),
+    kernel("gather_experts", &[P, D, S, P, D, P], moe::gather_experts),
     kernel("get_rows", &[P, D, D, D, S, P, P, D, S, F], rows::get_rows),
     kernel("glu", &[P, S, S, P, S, S, P, S, S, D, D, D, D, F, P, S, S, P, S, S], elementwise::glu),
     kernel("host_ask", &[P, P], turn::ask),

@@ -100,6 +100,28 @@ fn keep_groups(ranks: &mut [f32], groups: usize, groups_used: usize) {
     }
 }
 
+/// `gather_experts`.
+pub(super) fn gather_experts(ctx: &KernelContext<'_>) -> Result<(), Fault> {
+    let mut a = Reader::new(ctx);
+    let (w, experts, bytes) = (a.ptr()?, a.dim()?, a.stride()?);
+    let (ids, places, out) = (a.ptr()?, a.dim()?, a.ptr()?);
+    let ids = load::<i32>(ctx, ids, places)?;
+    let out = Rows::<u8>::write(ctx, out, places, bytes, bytes)?;
+    let mut sources = Vec::with_capacity(places);
+    for id in ids {
+        let expert = usize::try_from(id).ok().filter(|&e| e < experts);
+        let expert = expert.ok_or_else(|| ctx.fault(w, bytes, false, "expert id out of range"))?;
+        let from = w.checked_add(expert.saturating_mul(bytes)).unwrap_or_default();
+        // SAFETY: nobody writes weights. Only those of chosen experts are touched.
+        sources.push(unsafe { ctx.slice::<u8>(from, bytes)? });
+    }
+    parallel::each(places, bytes / 8, |place| {
+        // SAFETY: each place belongs to one task; the op checked that output and inputs are apart.
+        unsafe { out.row_mut(place, 0) }.copy_from_slice(sources[place]);
+    });
+    Ok(())
+}
+
 /// `expert_sum`.
 pub(super) fn expert_sum(ctx: &KernelContext<'_>) -> Result<(), Fault> {
     let mut a = Reader::new(ctx);

@@ -86,7 +86,10 @@ fn products_with_experts_agree_with_the_host_device() {
 fn launch_with(emulation: &Emulation, which: usize, id: i32) -> Result<(), KernelError> {
     let bench = Bench::new(emulation.on(driver(), Order::Up).unwrap(), 0).unwrap();
     let mut t = Tensors::new(&bench)?;
-    let op: Box<dyn Op> = if which == 0 {
+    let op: Box<dyn Op> = if which == 3 {
+        let (w, ids, out) = (t.noise(&[4, 3, 2])?, t.ints(&[2], &[0, id])?, t.output(&[2, 3, 2])?);
+        Box::new(GatherExperts { w, ids, out })
+    } else if which == 0 {
         let (table, ids, out) = (t.noise(&[4, 3])?, t.ints(&[2], &[0, id])?, t.output(&[2, 3])?);
         Box::new(GetRows { table, ids, out, scale: 1.0 })
     } else {
@@ -105,7 +108,9 @@ fn launch_with(emulation: &Emulation, which: usize, id: i32) -> Result<(), Kerne
 fn numbers_out_of_range_in_device_memory_are_faults_that_say_why() {
     let Some(emulation) = emulation() else { return };
     for (which, reason) in
-        ["row number out of range", "expert id out of range", "expert id out of range"].iter().enumerate()
+        ["row number out of range", "expert id out of range", "expert id out of range", "expert id out of range"]
+            .iter()
+            .enumerate()
     {
         launch_with(emulation, which, 3).unwrap();
         for id in [4, -1, i32::MIN] {
@@ -122,7 +127,7 @@ fn rows_agree_with_the_host_device() {
 
 #[test]
 fn experts_agree_with_the_host_device() {
-    run(&["router", "expert_sum"]);
+    run(&["router", "expert_sum", "gather_experts"]);
 }
 
 #[test]

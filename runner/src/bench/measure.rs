@@ -206,6 +206,7 @@ pub(super) fn measure(
         ubatch: sequence.ubatch.min(sequence.batch) as usize,
         kv: (sequence.type_k, sequence.type_v),
         stream_experts: settings.stream_experts,
+        device_experts: settings.device_experts,
         ..SessionConfig::default()
     };
     let ids = Ids { state: settings.seed, vocabulary: model.vocabulary.max(1) as u64 };

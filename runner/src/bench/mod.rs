@@ -61,11 +61,21 @@ pub struct Settings {
     pub mmap: bool,
     /// As in [`SessionConfig`](crate::engine::SessionConfig).
     pub stream_experts: Option<usize>,
+    /// As in [`SessionConfig`](crate::engine::SessionConfig).
+    pub device_experts: Option<usize>,
 }
 
 impl Default for Settings {
     fn default() -> Self {
-        Self { repetitions: 5, warm_up: true, delay: Duration::ZERO, seed: 1, mmap: true, stream_experts: None }
+        Self {
+            repetitions: 5,
+            warm_up: true,
+            delay: Duration::ZERO,
+            seed: 1,
+            mmap: true,
+            stream_experts: None,
+            device_experts: None,
+        }
     }
 }
 

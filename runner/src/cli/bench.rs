@@ -123,6 +123,9 @@ pub(super) struct Flags {
     /// Tokens in a step from which on experts of the host are copied to the device for it; by default as is best, if there is room
     #[arg(long, value_name = "N|off|auto", default_value = "auto")]
     stream_experts: StreamExperts,
+    /// Of a single token's experts on the host, how many the device reads over the bus and does; by default as is best
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=16))]
+    device_experts: Option<u32>,
     /// Activations in products with weights in blocks; weights of floats always take floats
     #[arg(long, value_enum, default_value_t = ActChoice::Q8)]
     act: ActChoice,
@@ -263,6 +266,7 @@ impl Flags {
             seed: self.seed,
             mmap: !self.no_mmap,
             stream_experts: self.stream_experts.tokens(),
+            device_experts: self.device_experts.map(|count| count as usize),
         }
     }
 
@@ -275,7 +279,6 @@ impl Flags {
             act: self.act.name(),
             seed: self.seed,
             mmap: !self.no_mmap,
-            stream_experts: self.stream_experts.tokens(),
         }
     }
 

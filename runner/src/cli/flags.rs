@@ -198,6 +198,7 @@ impl EngineFlags {
             ubatch: self.ubatch.map_or(ubatch, |ubatch| ubatch as usize).min(self.batch as usize),
             kv: (self.cache_type_k.into(), self.cache_type_v.into()),
             stream_experts: self.placement.stream_experts(),
+            device_experts: self.placement.device_experts(),
             ..SessionConfig::default()
         }
     }

@@ -26,6 +26,9 @@ pub(super) struct PlacementFlags {
     /// Tokens in a step from which on experts of the host are copied to the device for it; by default as is best, if there is room
     #[arg(long, value_name = "N|off|auto", default_value = "auto")]
     stream_experts: StreamExperts,
+    /// Of a single token's experts on the host, how many the device reads over the bus and does; by default as is best
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=16))]
+    device_experts: Option<u32>,
 }
 
 /// From how many tokens on experts are copied to the device.
@@ -93,6 +96,11 @@ impl PlacementFlags {
     /// From how many tokens on experts are copied to the device.
     pub(super) fn stream_experts(&self) -> Option<usize> {
         self.stream_experts.tokens()
+    }
+
+    /// How many of a token's experts the device does.
+    pub(super) fn device_experts(&self) -> Option<usize> {
+        self.device_experts.map(|count| count as usize)
     }
 
     /// Builds the model of a file as the flags say.

@@ -34,6 +34,15 @@ pub enum HostWork {
     Turns,
 }
 
+/// What of the host's weights the device takes upon itself.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Shares {
+    /// Tokens in a step from which on experts come to the device; none means never.
+    pub(crate) streamed: Option<usize>,
+    /// How many of a single token's experts it fetches.
+    pub(crate) device: usize,
+}
+
 /// Words of page-locked memory: the number that the device raises, and, a cache line or two away, the number that the
 /// host answers with and whether it gave up.
 const TOLD: usize = 0;
@@ -65,7 +74,14 @@ pub(crate) struct HostSide {
     keep: Vec<Keep>,
     /// On which experts come to the device, and from how many tokens on.
     lane: Option<(Arc<Lane>, usize)>,
+    /// Of a single token's experts, how many the device does.
+    device_share: usize,
+    /// 0, 1, 2 …
+    places: DeviceSlice<i32>,
 }
+
+/// Most experts of a token that the device does of those on the host.
+const MOST_PLACES: usize = 16;
 
 /// Memory of the part that is being put together. Parts are done one after the other, so all start at the same place.
 #[derive(Debug, Default)]
@@ -114,9 +130,8 @@ pub struct Crossing {
 }
 
 impl HostSide {
-    /// Beside a runtime's device, for a model whose weights `keep` keeps. In steps of at least `streamed` tokens experts come to
-    /// the device.
-    pub(crate) fn new(runtime: &Arc<Runtime>, keep: Vec<Keep>, streamed: Option<usize>) -> Result<Self> {
+    /// Beside a runtime's device, for a model whose weights `keep` keeps.
+    pub(crate) fn new(runtime: &Arc<Runtime>, keep: Vec<Keep>, shares: Shares) -> Result<Self> {
         let (pool, stream, device) = (runtime.pool(), runtime.stream(), runtime.device());
         let buffer = pool.host_buffer::<i32>(WORDS)?;
         let turn = pool.alloc_for::<i32>(1, Purpose::State, stream)?;
@@ -134,9 +149,15 @@ impl HostSide {
             parts: Mutex::default(),
             faults: Arc::default(),
             keep,
-            lane: match streamed {
+            lane: match shares.streamed {
                 Some(tokens) => Some((Lane::new(pool.driver())?, tokens)),
                 None => None,
+            },
+            device_share: shares.device.min(MOST_PLACES),
+            places: {
+                let places = pool.alloc_for::<i32>(MOST_PLACES, Purpose::State, stream)?;
+                stream.upload(&std::array::from_fn::<i32, MOST_PLACES, _>(|place| place as i32), &places)?;
+                places
             },
             runtime: Arc::clone(runtime),
         })
@@ -148,6 +169,18 @@ impl HostSide {
 
     pub(super) fn lane(&self, tokens: usize) -> Option<Arc<Lane>> {
         self.lane.as_ref().filter(|(_, from)| tokens >= *from).map(|(lane, _)| Arc::clone(lane))
+    }
+
+    pub(super) fn device_share(&self) -> usize {
+        self.device_share
+    }
+
+    pub(super) fn places(&self, count: usize) -> Result<Option<TensorView>> {
+        if !(1..=MOST_PLACES).contains(&count) {
+            return Ok(None);
+        }
+        let all = view_of(&self.places, "places", self.runtime.device(), QuantType::I32, &[MOST_PLACES])?;
+        Ok(Some(all.narrow(0, 0, count)?))
     }
 
     pub(super) fn how(&self) -> HostWork {
@@ -220,6 +253,7 @@ impl HostSide {
     pub(super) fn declare(&self, scope: &Scope<'_>) -> Result<()> {
         scope.declare(&self.buffer, Use::State)?;
         scope.declare(&self.turn, Use::State)?;
+        scope.declare(&self.places, Use::State)?;
         let buffers = self.memory.lock().crossing.clone();
         for buffer in &buffers {
             scope.declare(&**buffer, Use::State)?;

@@ -8,7 +8,7 @@ use evergraph_kernels::ops::{Advance, Sample, SampleState, TensorView};
 use evergraph_kernels::quant::QuantType;
 use evergraph_pool::{DeviceSlice, Element, Purpose, Tracked, Use};
 
-use super::host::HostSide;
+use super::host::{HostSide, Shares};
 use super::runtime::{Runtime, StepKey};
 use super::step::view_of;
 use crate::error::{Error, Result};
@@ -54,6 +54,9 @@ pub struct SessionConfig {
     /// Tokens in a step from which on experts that stay on the host are copied to the device for it, rather than done on the host.
     /// None means as many as is best, if there is room for them.
     pub stream_experts: Option<usize>,
+    /// Of the experts that a single token uses and that stay on the host, how many the device reads over the bus and does, while
+    /// the host does the others. None means as many as is best.
+    pub device_experts: Option<usize>,
     /// Whether the output of each block is kept, for tests and debugging.
     pub taps: bool,
 }
@@ -66,6 +69,7 @@ impl Default for SessionConfig {
             kv: (KvType::F16, KvType::F16),
             logit_rows: 1,
             stream_experts: None,
+            device_experts: None,
             taps: false,
         }
     }
@@ -221,7 +225,9 @@ impl Session {
             None => experts_come_from(runs, &model, ubatch)?,
             Some(_) => streamed,
         };
-        let side = model.uses_host().then(|| HostSide::new(&runtime, model.weights.keep(), streamed)).transpose()?;
+        let on_host = runs.pool().driver().info().backend == "host";
+        let shares = Shares { streamed, device: config.device_experts.unwrap_or(if on_host { 0 } else { 3 }) };
+        let side = model.uses_host().then(|| HostSide::new(&runtime, model.weights.keep(), shares)).transpose()?;
         Ok(Self {
             runtime,
             model,

@@ -182,6 +182,20 @@ impl<'a> Step<'a> {
         self.side.filter(|_| !self.on_host)?.lane(tokens)
     }
 
+    /// How many of a token's experts that stay on the host the device fetches and does itself.
+    #[must_use]
+    pub fn device_share(&self) -> usize {
+        self.side.filter(|_| !self.on_host).map_or(0, |side| side.device_share())
+    }
+
+    /// The numbers 0, 1, 2 … as a tensor `[count]` on the device; none for none, or more than there are.
+    ///
+    /// # Errors
+    /// None but for sizes that make no sense.
+    pub(crate) fn places(&self, count: usize) -> Result<Option<TensorView>> {
+        self.side.map_or(Ok(None), |side| side.places(count))
+    }
+
     /// Number of ops so far, the host's not counted.
     #[must_use]
     pub fn len(&self) -> usize {

@@ -3,7 +3,7 @@
 use evergraph_kernels::ops::{RmsNorm, TensorView};
 
 use super::attention::{AttentionPart, KeyValue};
-use super::feed_forward::{AskedExperts, Branch, RouterScratch};
+use super::feed_forward::{AskedExperts, Branch, Fetched, RouterScratch};
 use super::input::{Room, is_on_host};
 use super::kv::LayerCache;
 use super::layer_input::LayerInput;
@@ -57,6 +57,8 @@ pub(super) struct Shared {
     pub(super) room: Option<Room>,
     /// Where experts of the host come to, if they come.
     pub(super) streamed: Option<Streamed>,
+    /// Where experts of the host are fetched to for a single token, if the device has a share in them.
+    pub(super) fetched: Option<Fetched>,
 }
 
 impl Shared {
@@ -78,6 +80,13 @@ impl Shared {
         let streamed = match lane {
             Some(lane) => Some(Streamed::new(step, lane, coming())?),
             None => None,
+        };
+        let share = if tokens == 1 && streamed.is_none() { step.device_share() } else { 0 };
+        let reached = || coming().filter(|experts| experts.on_bus.is_some());
+        let fetched = match share {
+            0 => None,
+            _ if reached().count() < coming().count() => None,
+            _ => Fetched::new(step, reached(), share, width)?,
         };
         let elsewhere = !step.is_on_host() && streamed.is_none();
         let attentions = || blocks.iter().map(|block| &block.attention);
@@ -111,6 +120,7 @@ impl Shared {
             )?,
             room,
             streamed,
+            fetched,
         })
     }
 }

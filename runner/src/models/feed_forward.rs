@@ -1,6 +1,8 @@
 //! Feed-forward parts: dense, and with experts that a router picks.
 
-use evergraph_kernels::ops::{Activation, Add, Copy, ExpertSum, Glu, RmsNorm, Router, Scoring, TensorView};
+use evergraph_kernels::ops::{
+    Activation, Add, Copy, ExpertSum, GatherExperts, Glu, RmsNorm, Router, Scoring, TensorView,
+};
 use evergraph_kernels::quant::QuantType;
 
 use super::block::{Shared, fitted};
@@ -8,7 +10,7 @@ use super::input::{CrossingInput, Input, Room, is_on_host};
 use super::streamed::Streamed;
 use super::weights::Weights;
 use crate::engine::{Asked, Step};
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// One of the feed-forward parts of a block, which stand side by side: all read the residual stream, and their outputs
 /// are added.
@@ -59,10 +61,21 @@ pub struct Experts {
     pub down_scale: Option<TensorView>,
     /// The same on the device, for experts that come there from the host.
     pub device_scale: Option<TensorView>,
+    /// Gate, up and down as the device reaches them, where they are on the host.
+    pub on_bus: Option<OnBus>,
     /// Experts a token.
     pub used: usize,
     /// The function on the gate.
     pub activation: Activation,
+}
+
+/// Experts of the host as the device reads them: over the bus.
+#[derive(Debug)]
+pub struct OnBus {
+    /// Gate and up.
+    pub gate_up: GateUp,
+    /// `[E, D, F]`.
+    pub down: TensorView,
 }
 
 /// The two weights that an expert's input is multiplied with.
@@ -95,6 +108,25 @@ pub(super) struct AskedExperts {
     asked: Asked,
     /// `[T, D]`.
     sum: TensorView,
+    /// What the device adds to it.
+    beside: Option<TensorView>,
+}
+
+/// Room for the experts that the device does of a token whose others the host does: they are fetched from the host.
+#[derive(Debug)]
+pub(super) struct Fetched {
+    /// Experts a token.
+    share: usize,
+    /// `[share]`: 0, 1, 2 …, the places of the fetched.
+    places: TensorView,
+    /// `[bytes]` I8 each.
+    tensors: [Option<TensorView>; 3],
+    gate: TensorView,
+    up: TensorView,
+    y: TensorView,
+    /// `[D]`.
+    sum: TensorView,
+    room: Option<Room>,
 }
 
 /// Room between the products of experts, `[T, …]` each.
@@ -121,6 +153,41 @@ impl RouterScratch {
             ids: step.scratch("expert ids", QuantType::I32, &[tokens, used])?,
             weights: step.floats("expert weights", &[tokens, used])?,
             y: if here { Some(step.floats("expert outputs", &[tokens, used * width])?) } else { None },
+        }))
+    }
+}
+
+impl Fetched {
+    /// Room for any of these, so many of each token.
+    pub(super) fn new<'a>(
+        step: &mut Step<'_>,
+        experts: impl Iterator<Item = &'a Experts> + Clone,
+        share: usize,
+        width: usize,
+    ) -> Result<Option<Self>> {
+        let most = |of: &dyn Fn(&Experts) -> usize| experts.clone().map(of).max().unwrap_or(0);
+        // The host is asked in any case, and has one left at least.
+        let share = share.min(experts.clone().map(|experts| experts.used).min().unwrap_or(0).saturating_sub(1));
+        let Some(places) = step.places(share)? else { return Ok(None) };
+        let mut tensors = [None, None, None];
+        for (place, tensor) in tensors.iter_mut().enumerate() {
+            let bytes = |experts: &Experts| experts.tensors()[place].map_or(0, |w| w.range().len() / w.dim(0));
+            *tensor = match most(&bytes) * share {
+                0 => None,
+                bytes => Some(step.scratch("experts fetched from the host", QuantType::I8, &[bytes])?),
+            };
+        }
+        let (hidden, up) =
+            (share * most(&|experts| experts.hidden()), share * most(&|experts| experts.up() / experts.used));
+        Ok(Some(Self {
+            share,
+            places,
+            tensors,
+            gate: step.floats("gate of fetched experts", &[1, hidden])?,
+            up: step.floats("up of fetched experts", &[1, up])?,
+            y: step.floats("outputs of fetched experts", &[1, share * width])?,
+            sum: step.floats("sum of fetched experts", &[1, width])?,
+            room: Room::new(step, width.max(hidden), experts.flat_map(Experts::products))?,
         }))
     }
 }
@@ -160,9 +227,14 @@ impl Branch {
             None => self.ask_host(step, shared, h)?,
         };
         let sum = match (asked, &self.part) {
-            (Some(AskedExperts { asked, sum }), _) => {
+            (Some(AskedExperts { asked, sum, beside: None }), _) => {
                 step.wait(asked)?;
                 Some(sum)
+            }
+            (Some(AskedExperts { asked, sum, beside: Some(rest) }), _) => {
+                step.wait(asked)?;
+                step.push(Add { a: rest.clone(), b: sum, out: rest.clone() })?;
+                Some(rest)
             }
             (None, FeedForward::Dense(dense)) => {
                 dense.forward(step, shared, h, &self.norm, out)?;
@@ -275,6 +347,14 @@ impl GateUp {
         .flatten()
     }
 
+    /// As the device reaches them, for weights of the host; none where it does not.
+    fn on_bus(&self, weights: &Weights) -> Option<Self> {
+        Some(match self {
+            Self::Apart { gate, up } => Self::Apart { gate: weights.on_bus(gate)?, up: weights.on_bus(up)? },
+            Self::Merged(both) => Self::Merged(weights.on_bus(both)?),
+        })
+    }
+
     /// Whether all of it is on the host.
     pub(super) fn is_on_host(&self) -> bool {
         self.weights().all(is_on_host)
@@ -293,6 +373,13 @@ impl GateUp {
             gate: weights.get(&name("ffn_gate_exps"), &[experts, hidden, width])?,
             up: weights.get(&name("ffn_up_exps"), &[experts, hidden, width])?,
         })
+    }
+}
+
+impl OnBus {
+    /// As the device reaches them; none for experts that it has, or does not reach.
+    pub(super) fn find(weights: &Weights, gate_up: &GateUp, down: &TensorView) -> Option<Self> {
+        Some(Self { gate_up: gate_up.on_bus(weights)?, down: weights.on_bus(down)? })
     }
 }
 
@@ -367,17 +454,71 @@ impl Experts {
         let CrossingInput { written, read: x } = Input::crossing(step, &shared.x, self.gate_up.weights())?;
         self.write_input(step, shared, h, norm, written)?;
         let sum = step.crossing("sum of experts of the host", QuantType::F32, &[tokens, width])?;
+        let fetched = shared.fetched.as_ref().filter(|_| tokens == 1);
+        // The device has the first.
+        let share = fetched.map_or(0, |fetched| fetched.share);
+        let rest = used - share;
         let asked = step.on_host(|step| {
-            let quantised = Room::new(step, tokens * used * hidden, [&self.down])?;
+            let quantised = Room::new(step, tokens * rest * hidden, [&self.down])?;
             let room = ExpertRoom {
-                gate: step.floats("expert gate", &[tokens, used * hidden])?,
-                up: step.floats("expert up", &[tokens, self.up()])?,
-                y: step.floats("expert outputs", &[tokens, used * width])?,
+                gate: step.floats("expert gate", &[tokens, rest * hidden])?,
+                up: step.floats("expert up", &[tokens, rest * (self.up() / used)])?,
+                y: step.floats("expert outputs", &[tokens, rest * width])?,
                 quantised: quantised.as_ref(),
             };
-            self.outputs(step, None, &x, [ids.host, weights.host], &room, &sum.host)
+            let (ids, weights) = (ids.host.narrow(1, share, rest)?, weights.host.narrow(1, share, rest)?);
+            self.outputs(step, None, &x, [ids, weights], &room, &sum.host)
         })?;
-        Ok(Some(AskedExperts { asked, sum: sum.device }))
+        let beside = match fetched {
+            Some(fetched) => Some(self.fetch(step, shared, fetched, h, norm, [&ids.device, &weights.device])?),
+            None => None,
+        };
+        Ok(Some(AskedExperts { asked, sum: sum.device, beside }))
+    }
+
+    /// What the first chosen experts add, which the device fetches from the host for one token.
+    fn fetch(
+        &self,
+        step: &mut Step<'_>,
+        shared: &Shared,
+        fetched: &Fetched,
+        h: &TensorView,
+        norm: &TensorView,
+        [ids, weights]: [&TensorView; 2],
+    ) -> Result<TensorView> {
+        let Some(on_bus) = &self.on_bus else {
+            return Err(Error::CheckFailed("experts out of the device's reach".into()));
+        };
+        let share = fetched.share;
+        let chosen = ids.narrow(1, 0, share)?;
+        let fetch = |step: &mut Step<'_>, place: usize, w: &TensorView| {
+            let Some(memory) = &fetched.tensors[place] else {
+                return Err(Error::CheckFailed("no room for experts of the host".to_owned()));
+            };
+            let out = TensorView::new(memory.root(), w.ty(), &[share, w.dim(1), w.dim(2)])?;
+            step.push(GatherExperts { w: w.clone(), ids: chosen.reshape(&[share])?, out: out.clone() })?;
+            Ok(out)
+        };
+        let gate_up = match &on_bus.gate_up {
+            GateUp::Merged(both) => GateUp::Merged(fetch(step, 0, both)?),
+            GateUp::Apart { gate, up } => GateUp::Apart { gate: fetch(step, 0, gate)?, up: fetch(step, 1, up)? },
+        };
+        let down = fetch(step, 2, &on_bus.down)?;
+        let x = Input::unwritten(fetched.room.as_ref(), &shared.x, gate_up.weights(), self.router_norm.is_none())?;
+        let x = self.write_input(step, shared, h, norm, x)?;
+        let room = ExpertRoom {
+            gate: fitted(&fetched.gate, 1, share * self.hidden())?,
+            up: fitted(&fetched.up, 1, share * (self.up() / self.used))?,
+            y: fetched.y.clone(),
+            quantised: fetched.room.as_ref(),
+        };
+        let parts = Products { gate_up: &gate_up, down: &down, streamed: None };
+        let sums = Sums {
+            weights: weights.narrow(1, 0, share)?,
+            scale: self.device_scale.clone().map(|scale| (scale, chosen)),
+        };
+        self.multiply(step, &parts, &x, &fetched.places.reshape(&[1, share])?, &room, sums, &fetched.sum)?;
+        Ok(fetched.sum.clone())
     }
 
     /// Elements beside the gate's, for each token.
@@ -432,14 +573,33 @@ impl Experts {
         room: &ExpertRoom<'_>,
         out: &TensorView,
     ) -> Result<()> {
-        let (used, hidden) = (self.used, self.hidden());
+        let products = Products { gate_up: &self.gate_up, down: &self.down, streamed };
+        let scale = if streamed.is_some() { &self.device_scale } else { &self.down_scale };
+        let sums = Sums { weights, scale: scale.clone().map(|scale| (scale, ids.clone())) };
+        self.multiply(step, &products, x, &ids, room, sums, out)
+    }
+
+    /// As [`outputs`](Self::outputs), with these tensors, of which `ids` names experts.
+    #[allow(clippy::too_many_arguments, reason = "each is one thing")]
+    fn multiply(
+        &self,
+        step: &mut Step<'_>,
+        products: &Products<'_>,
+        x: &Input,
+        ids: &TensorView,
+        room: &ExpertRoom<'_>,
+        sums: Sums,
+        out: &TensorView,
+    ) -> Result<()> {
+        let (used, hidden) = (ids.dim(1), self.hidden());
         let (gate_out, up_out) = (room.gate.heads(used)?, room.up.heads(used)?);
         // A product with one of the experts' tensors, which is here, or comes.
-        let times = |step: &mut Step<'_>, x: &Input, place: usize, w: &TensorView, y: &TensorView| match streamed {
-            Some(streamed) => streamed.with(step, place, |step, w| x.times_experts(step, w, &ids, y)),
-            None => x.times_experts(step, w, &ids, y),
-        };
-        let glu = match &self.gate_up {
+        let times =
+            |step: &mut Step<'_>, x: &Input, place: usize, w: &TensorView, y: &TensorView| match products.streamed {
+                Some(streamed) => streamed.with(step, place, |step, w| x.times_experts(step, w, ids, y)),
+                None => x.times_experts(step, w, ids, y),
+            };
+        let glu = match products.gate_up {
             GateUp::Apart { gate, up } => {
                 times(step, x, 0, gate, &gate_out)?;
                 times(step, x, 1, up, &up_out)?;
@@ -452,15 +612,28 @@ impl Experts {
             }
         };
         let y = room.y.heads(used)?;
-        let (down, scale) = match streamed {
-            Some(streamed) => (streamed.coming(2)?, &self.device_scale),
-            None => (self.down.clone(), &self.down_scale),
+        let down = match products.streamed {
+            Some(streamed) => streamed.coming(2)?,
+            None => products.down.clone(),
         };
         let hidden = Input::unwritten(room.quantised, &gate_out, [&down], false)?.glu(step, glu)?;
-        times(step, &hidden, 2, &self.down, &y)?;
-        let expert_scale = scale.clone().map(|scale| (scale, ids));
-        step.push(ExpertSum { y, weights, expert_scale, residual: None, out: out.clone() })
+        times(step, &hidden, 2, products.down, &y)?;
+        let Sums { weights, scale } = sums;
+        step.push(ExpertSum { y, weights, expert_scale: scale, residual: None, out: out.clone() })
     }
+}
+
+/// The tensors that experts are multiplied with, where they are or come to.
+struct Products<'a> {
+    gate_up: &'a GateUp,
+    down: &'a TensorView,
+    streamed: Option<&'a Streamed>,
+}
+
+/// How outputs of experts are summed up: `[T, K]` weights, and factors of the experts with the ids that name them.
+struct Sums {
+    weights: TensorView,
+    scale: Option<(TensorView, TensorView)>,
 }
 
 /// Which experts for each token, and with what weight.

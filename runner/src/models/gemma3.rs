@@ -178,6 +178,7 @@ fn feed_forward(weights: &Weights, shape: &Shape, name: &dyn Fn(&str) -> String)
         down: weights.get(&name("ffn_down_exps"), &[experts, width, hidden])?,
         down_scale: None,
         device_scale: None,
+        on_bus: None,
         used,
         activation,
     })))

@@ -12,7 +12,7 @@ use evergraph_kernels::ops::{Activation, TensorView};
 use super::attention::{AttentionPart, KeyValue, OwnKeyValue, Rotation};
 use super::block::Block;
 use super::decoder::Decoder;
-use super::feed_forward::{Branch, Dense, Experts, FeedForward, GateUp};
+use super::feed_forward::{Branch, Dense, Experts, FeedForward, GateUp, OnBus};
 use super::input::is_on_host;
 use super::keys::{self, Keys};
 use super::layer_input::{LayerInput, LayerInputs};
@@ -290,6 +290,7 @@ fn branches(weights: &Weights, shape: &Shape, index: usize, layer: &Layer) -> Re
     let down = weights.get(&name("ffn_down_exps"), &[count, width, hidden])?;
     let gate_up = GateUp::load(weights, &name, [count, hidden, width])?;
     let scale = format!("blk.{index}.ffn_down_exps.scale");
+    let on_bus = OnBus::find(weights, &gate_up, &down);
     // The sum is where all products are, or with the block.
     let sum = if gate_up.is_on_host() && is_on_host(&down) { Home::Host } else { weights.block_home(index) };
     let experts = Experts {
@@ -302,6 +303,7 @@ fn branches(weights: &Weights, shape: &Shape, index: usize, layer: &Layer) -> Re
             Home::Device => weights.find_vector(&scale, count)?,
             Home::Host => None,
         },
+        on_bus,
         used,
         activation,
     };

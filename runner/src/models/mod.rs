@@ -20,7 +20,7 @@ use std::sync::Arc;
 pub use attention::{AttentionPart, KeyValue, OwnKeyValue, Rotation};
 pub use block::Block;
 pub use decoder::{Decoder, Taps};
-pub use feed_forward::{Branch, Dense, Experts, FeedForward, GateUp};
+pub use feed_forward::{Branch, Dense, Experts, FeedForward, GateUp, OnBus};
 pub(crate) use kv::Rings;
 pub use kv::{KvCache, LayerCache};
 pub use layer_input::{LayerInput, LayerInputs};

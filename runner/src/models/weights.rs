@@ -6,6 +6,7 @@ use evergraph_kernels::host::{HOST, Keep};
 use evergraph_kernels::ops::{Root, TensorView};
 use evergraph_pool::driver::{DeviceOrdinal, DevicePtr};
 use evergraph_pool::{DeviceSlice, Purpose, RegisteredHost, Staging, Tracked, Use};
+use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
 use crate::engine::Runtime;
 use crate::error::{Error, Result};
@@ -27,7 +28,7 @@ pub struct Weights {
     placement: Placement,
     blocks: usize,
     /// What stays on the host and may be copied to the device, where that has to know of it.
-    registered: Vec<RegisteredHost>,
+    registered: Vec<(RegisteredHost, u64)>,
 }
 
 #[derive(Debug)]
@@ -36,6 +37,11 @@ enum Store {
     Mapped(Vec<RegisteredHost>),
     /// In the file's order; none for what stays on the host.
     Uploaded(Vec<Option<DeviceSlice<u8>>>),
+}
+
+/// Where bytes of the host are.
+fn address(bytes: &[u8]) -> u64 {
+    bytes.as_ptr().expose_provenance() as u64
 }
 
 /// What the system locks at a time, bytes.
@@ -74,7 +80,7 @@ impl Weights {
     }
 
     /// Makes the host's matrices known to the device, so that it copies them at full speed.
-    fn register(&self, runtime: &Runtime) -> Result<Vec<RegisteredHost>> {
+    fn register(&self, runtime: &Runtime) -> Result<Vec<(RegisteredHost, u64)>> {
         let on_host = self.file.tensors().iter().filter(|tensor| self.home(tensor.name()) == Home::Host);
         let mut ranges: Vec<(usize, std::ops::Range<usize>)> = on_host
             .map(|tensor| {
@@ -95,16 +101,48 @@ impl Weights {
         }
         let files: Vec<&Arc<Bytes>> = self.file.parts().collect();
         let register = |(part, range): (usize, std::ops::Range<usize>)| {
-            let bytes = files.get(part).and_then(|bytes| BytesRange::new(bytes, range));
-            bytes.map(|bytes| Ok(runtime.pool().register_host(Arc::new(bytes))?))
+            let bytes = files.get(part).and_then(|bytes| BytesRange::new(bytes, range))?;
+            let first = address(evergraph_pool::HostMemory::bytes(&bytes));
+            Some(runtime.pool().register_host(Arc::new(bytes)).map(|range| (range, first)))
         };
-        match joined.into_iter().filter_map(register).collect::<Result<Vec<_>>>() {
+        // Locking pages takes time, which several threads share.
+        match joined.into_par_iter().filter_map(register).collect::<std::result::Result<Vec<_>, _>>() {
             Ok(registered) => Ok(registered),
             Err(error) => {
                 tracing::info!(%error, "weights of the host can not be locked: they are not copied to the device");
                 Ok(Vec::new())
             }
         }
+    }
+
+    /// A matrix of the host as the device reaches it, over the bus; none where it does not.
+    #[must_use]
+    pub fn on_bus(&self, view: &TensorView) -> Option<TensorView> {
+        let (start, bytes) = (view.root().ptr.0, view.root().bytes);
+        if view.root().device != HOST {
+            return None;
+        }
+        let device = |host: &dyn Tracked, first: u64| {
+            let offset = usize::try_from(start.checked_sub(first)?).ok()?;
+            (offset.checked_add(bytes)? <= host.bytes()).then_some(())?;
+            let allocation = host.token().allocation.get();
+            let root = Root::with_allocation(
+                view.root().name.clone(),
+                host.ptr().checked_add(offset)?,
+                bytes,
+                self.device,
+                allocation,
+            );
+            TensorView::new(&root, view.ty(), view.shape()).ok()
+        };
+        let known: Vec<(&RegisteredHost, u64)> = match &self.store {
+            Store::Mapped(files) => {
+                let starts = self.file.parts().map(|bytes| address((**bytes).as_ref()));
+                files.iter().zip(starts).collect()
+            }
+            Store::Uploaded(_) => self.registered.iter().map(|(range, first)| (range, *first)).collect(),
+        };
+        known.into_iter().find_map(|(host, first)| device(host, first))
     }
 
     /// Whether matrices of the host can be copied to the device.
@@ -178,7 +216,7 @@ impl Weights {
             Store::Mapped(files) => files.iter().map(|file| (file as &dyn Tracked, Use::Weight)).collect(),
             Store::Uploaded(list) => list.iter().flatten().map(|slice| (slice as &dyn Tracked, Use::Weight)).collect(),
         };
-        uses.extend(self.registered.iter().map(|range| (range as &dyn Tracked, Use::Weight)));
+        uses.extend(self.registered.iter().map(|(range, _)| (range as &dyn Tracked, Use::Weight)));
         uses
     }
 
@@ -220,7 +258,7 @@ impl Weights {
         }
         let (ptr, allocation, device) = match home {
             Home::Device => self.place(tensor)?,
-            Home::Host => (DevicePtr(self.file.data(tensor).as_ptr().expose_provenance() as u64), 0, HOST),
+            Home::Host => (DevicePtr(address(self.file.data(tensor))), 0, HOST),
         };
         let root = Root::with_allocation(name, ptr, tensor.bytes() as usize, device, allocation);
         Ok(Some(TensorView::new(&root, ty, shape)?))
