@@ -169,10 +169,10 @@ impl Buffers {
     }
 }
 
-/// From how many tokens on experts of the host come to the device. They are copied at a speed at which a few dozen tokens are
+/// From how many tokens on experts of the host come to the device. They are copied at a speed at which some thirty tokens are
 /// worth it, and need room.
 fn experts_come_from(runtime: &Runtime, model: &Decoder, ubatch: usize) -> Result<Option<usize>> {
-    const WORTH: usize = 64;
+    const WORTH: usize = 32;
     let places = model.streamed_bytes();
     let pool = runtime.pool();
     if places == 0 || ubatch < WORTH || pool.driver().info().backend == "host" || !model.weights.host_is_registered() {
