@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use evergraph_pool::driver::DeviceInfo;
+use evergraph_pool::{Pool, Purpose};
 
 /// Prices of one device, in µs.
 ///
@@ -135,8 +136,18 @@ const REMAP: usize = STEPS;
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(crate) struct Pages {
     pub(crate) chunks: usize,
-    /// Bytes of one chunk.
+    /// Bytes of one chunk, of the largest where they differ.
     pub(crate) chunk_bytes: usize,
+}
+
+impl Pages {
+    /// With those under `bytes` of scratch that a pool took away.
+    pub(crate) fn add(&mut self, pool: &Pool, bytes: usize) {
+        if let Some((chunks, chunk_bytes)) = pool.chunks_for(Purpose::Scratch, bytes) {
+            self.chunks += chunks;
+            self.chunk_bytes = self.chunk_bytes.max(chunk_bytes);
+        }
+    }
 }
 
 /// The repairs that there are to choose from.

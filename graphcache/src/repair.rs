@@ -205,11 +205,11 @@ impl<E: From<CacheError>> Run<'_, '_, E> {
     fn pages(&self, stale: &[Stale]) -> Pages {
         let mut pages = Pages::default();
         for stale in stale {
-            let Some(chunk_bytes) = self.pool(stale).and_then(Pool::chunk_bytes) else { continue };
+            let Some(pool) = self.pool(stale) else { continue };
             // The pages of what slept are there already.
-            let missing = stale.bad.iter().filter(|bad| bad.reason == BadReason::Unbacked);
-            pages.chunks += missing.map(|bad| bad.dependency.bytes.div_ceil(chunk_bytes)).sum::<usize>();
-            pages.chunk_bytes = pages.chunk_bytes.max(chunk_bytes);
+            for bad in stale.bad.iter().filter(|bad| bad.reason == BadReason::Unbacked) {
+                pages.add(pool, bad.dependency.bytes);
+            }
         }
         pages
     }
@@ -229,12 +229,10 @@ impl<E: From<CacheError>> Run<'_, '_, E> {
         let mut pages = Pages::default();
         for part in &graph.parts {
             let pool = self.request.pools().find(|pool| pool.id() == part.registration.pool_id());
-            let chunk_bytes = pool.and_then(Pool::chunk_bytes).unwrap_or(1);
             for reback in part.registration.reback()? {
-                if reback.mapped {
-                    pages.chunks += reback.bytes.div_ceil(chunk_bytes);
+                if let Some(pool) = pool.filter(|_| reback.mapped) {
+                    pages.add(pool, reback.bytes);
                 }
-                pages.chunk_bytes = pages.chunk_bytes.max(chunk_bytes);
                 if reback.clear {
                     self.clear(reback.ptr, reback.bytes)?;
                 }

@@ -1,6 +1,6 @@
 //! How a pool is set up.
 
-use crate::PoolError;
+use crate::{ChunkClass, PoolError};
 
 /// How the pool takes memory from the driver.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -51,9 +51,12 @@ pub struct PoolConfig {
     pub mode: PoolMode,
     /// Most bytes that the pool may hold from the driver; `None`: as much as there is.
     pub limit_bytes: Option<usize>,
-    /// vmm: bytes of one physical chunk, a multiple of the driver's granularity; `None`: 2 MiB or the
+    /// vmm: bytes of the smallest physical chunk, a multiple of the driver's granularity; `None`: 2 MiB or the
     /// granularity, whichever is larger.
     pub chunk_bytes: Option<usize>,
+    /// vmm: larger chunks for what misses much at one place. `None`: the [usual](ChunkClass::USUAL) ones, or none where
+    /// `chunk_bytes` names one size for all.
+    pub chunk_classes: Option<Vec<ChunkClass>>,
     /// vmm: bytes of address space reserved at a time; `None`: twice the device's memory. Where the driver
     /// refuses, less is asked for, down to one chunk or the request.
     pub reserve_bytes: Option<usize>,
@@ -73,6 +76,7 @@ impl PoolConfig {
             mode,
             limit_bytes: None,
             chunk_bytes: None,
+            chunk_classes: None,
             reserve_bytes: None,
             slab_bytes: 2 << 20,
             slab_slots: 256,
@@ -99,11 +103,30 @@ impl PoolConfig {
         self
     }
 
-    /// With chunks of this many bytes (vmm).
+    /// With chunks of this many bytes (vmm): all of them, unless [`chunk_classes`](Self::chunk_classes) says more.
     #[must_use]
     pub fn chunk(mut self, bytes: usize) -> Self {
         self.chunk_bytes = Some(bytes);
         self
+    }
+
+    /// With these larger chunks for what misses much at one place (vmm).
+    #[must_use]
+    pub fn chunk_classes(mut self, classes: &[ChunkClass]) -> Self {
+        self.chunk_classes = Some(classes.to_vec());
+        self
+    }
+
+    /// The smallest chunk and the classes of larger ones, once checked.
+    pub(crate) fn chunks(&self, granularity_bytes: usize) -> (usize, Vec<ChunkClass>) {
+        let smallest = self.chunk_bytes.unwrap_or_else(|| (2usize << 20).next_multiple_of(granularity_bytes));
+        let classes = match (&self.chunk_classes, self.chunk_bytes) {
+            (Some(classes), _) => classes.clone(),
+            (None, Some(_)) => Vec::new(),
+            // A granularity that the usual sizes are no multiple of has chunks of one size.
+            (None, None) => ChunkClass::USUAL.into_iter().filter(|class| class.check(smallest).is_ok()).collect(),
+        };
+        (smallest, classes)
     }
 
     /// With slabs of at least this many bytes (slab).
@@ -138,6 +161,7 @@ impl PoolConfig {
         {
             return Err(PoolError::Config("chunk_bytes must be a multiple of the driver's granularity"));
         }
-        Ok(())
+        let (smallest, classes) = self.chunks(granularity_bytes);
+        classes.iter().try_for_each(|class| class.check(smallest))
     }
 }

@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::core::{Claim, SegmentKey, Uses};
-use crate::driver::{DevicePtr, DriverError, PhysHandle};
+use crate::driver::{DevicePtr, DriverError, DriverErrorKind};
 use crate::handshake::{Begun, Cleared, Patience, begin};
 use crate::kept::Saved;
 use crate::mutant;
@@ -254,7 +254,9 @@ impl Shared {
             debug_assert!(done.is_ok(), "a claim is unbacked once: {done:?}");
             if gone < chunks.len() as u32 {
                 // The host saw everything complete, so what stays is idle.
-                let _ = books.back(claim.segment, chunks.start + gone..chunks.end);
+                let stays = chunks.start + gone..chunks.end;
+                let _ = books.back(claim.segment, stays.clone());
+                state.tie_chunks(heap, claim.segment, stays);
             }
         }
         state.note_reserved();
@@ -273,33 +275,43 @@ impl Shared {
         reason: Reason,
     ) -> (u64, Option<DriverError>) {
         let mut gone = 0;
-        for chunk in chunks {
+        let mut chunk = chunks.start;
+        while chunk < chunks.end {
             let place = match self.lock().segment_backing(heap, segment) {
                 Some(Backing::Range { ptr, chunks, .. }) => {
-                    chunks.get(chunk as usize).copied().flatten().map(|h| (*ptr, h))
+                    chunks.get(chunk as usize).copied().flatten().map(|bundle| (*ptr, bundle))
                 }
                 _ => None,
             };
-            let Some((base, handle)) = place else { break };
+            let Some((base, bundle)) = place else { break };
+            let there = bundle.chunks();
+            if there.start != chunk || there.end > chunks.end {
+                // Whoever names chunks names whole bundles; a part of a mapping can not go.
+                let kind = DriverErrorKind::InvalidValue("a part of a physical chunk");
+                return (gone, Some(DriverError::new("unmap", self.device, kind)));
+            }
+            let bytes = there.len() as u64 * self.chunk_bytes;
+            let spare = Spare { handle: bundle.handle, bytes };
             let at = DevicePtr(base.0 + u64::from(chunk) * self.chunk_bytes);
-            if let Err(error) = self.driver.unmap(at, self.chunk_bytes as usize) {
+            if let Err(error) = self.driver.unmap(at, bytes as usize) {
                 return (gone, Some(error));
             }
             if !reason.keeps_chunks() {
-                self.release_chunk(handle);
+                self.release_chunk(spare);
             }
             let mut state = self.lock();
             let state = &mut *state;
             if let Some(Backing::Range { chunks, .. }) = state.segment_backing(heap, segment)
-                && let Some(place) = chunks.get_mut(chunk as usize)
+                && let Some(places) = chunks.get_mut(there.start as usize..there.end as usize)
             {
-                *place = None;
+                places.fill(None);
             }
             if reason.keeps_chunks() {
-                state.spare.push(Spare { handle, bytes: self.chunk_bytes });
+                state.spare.push(spare);
             }
             state.tally.segments.sub(1);
-            gone += self.chunk_bytes;
+            gone += bytes;
+            chunk = there.end;
         }
         (gone, None)
     }
@@ -341,19 +353,19 @@ impl Shared {
     // ---- single driver calls
 
     /// Drops a chunk's handle; kept and tried again if the driver will not.
-    pub(crate) fn release_chunk(&self, handle: PhysHandle) {
+    pub(crate) fn release_chunk(&self, Spare { handle, bytes }: Spare) {
         if self.driver.release(handle).is_err() {
-            self.keep_leftover(Leftover::Chunk(handle, self.chunk_bytes));
+            self.keep_leftover(Leftover::Chunk(handle, bytes));
         }
     }
 
     /// Undoes a map that nobody has seen.
-    pub(crate) fn undo_map(&self, at: DevicePtr, handle: PhysHandle) {
+    pub(crate) fn undo_map(&self, at: DevicePtr, spare: Spare) {
         // The growth that follows, after room was made, maps at this very address.
-        if again(|| Ok(self.driver.unmap(at, self.chunk_bytes as usize)?)).is_err() {
-            self.keep_leftover(Leftover::Mapped(at, handle, self.chunk_bytes));
+        if again(|| Ok(self.driver.unmap(at, spare.bytes as usize)?)).is_err() {
+            self.keep_leftover(Leftover::Mapped(at, spare.handle, spare.bytes));
         } else {
-            self.release_chunk(handle);
+            self.release_chunk(spare);
         }
     }
 
@@ -362,27 +374,40 @@ impl Shared {
         let mut freed = 0;
         while freed < want_bytes {
             let Some(spare) = self.lock().spare.pop() else { break };
-            let done = self.driver.bind().and_then(|()| self.driver.release(spare.handle));
-            let mut state = self.lock();
-            if done.is_err() {
-                state.spare.push(spare);
-            } else {
-                freed += spare.bytes;
-                state.counters.given_back_bytes += spare.bytes;
-            }
-            state.note_reserved();
-            drop(state);
-            done?;
+            self.end_spare(spare)?;
+            freed += spare.bytes;
         }
         Ok(freed)
     }
 
-    /// Undoes a map of a chunk that was taken from elsewhere; it waits for another range.
-    pub(crate) fn undo_move(&self, at: DevicePtr, handle: PhysHandle) {
-        if again(|| Ok(self.driver.unmap(at, self.chunk_bytes as usize)?)).is_err() {
-            self.keep_leftover(Leftover::Mapped(at, handle, self.chunk_bytes));
+    /// Gives chunks of these sizes back that are mapped nowhere: smaller ones are made in their place.
+    pub(crate) fn give_misfits(&self, _cold: &Cold<'_>, sizes: &[u64]) -> Result<(), DriverError> {
+        for &bytes in sizes.iter().filter(|_| !mutant::is("misfits-stay")) {
+            // The largest of at most its size: of exactly its size.
+            let Some(spare) = self.lock().take_spare(bytes) else { break };
+            self.end_spare(spare)?;
+        }
+        Ok(())
+    }
+
+    fn end_spare(&self, spare: Spare) -> Result<(), DriverError> {
+        let done = self.driver.bind().and_then(|()| self.driver.release(spare.handle));
+        let mut state = self.lock();
+        if done.is_err() {
+            state.spare.push(spare);
         } else {
-            self.lock().spare.push(Spare { handle, bytes: self.chunk_bytes });
+            state.counters.given_back_bytes += spare.bytes;
+        }
+        state.note_reserved();
+        done
+    }
+
+    /// Undoes a map of a chunk that was taken from elsewhere; it waits for another range.
+    pub(crate) fn undo_move(&self, at: DevicePtr, spare: Spare) {
+        if again(|| Ok(self.driver.unmap(at, spare.bytes as usize)?)).is_err() {
+            self.keep_leftover(Leftover::Mapped(at, spare.handle, spare.bytes));
+        } else {
+            self.lock().spare.push(spare);
         }
     }
 
@@ -490,11 +515,12 @@ impl Shared {
                     let _ = again(|| Ok(self.driver.free(ptr)?));
                 }
                 Backing::Range { ptr, bytes, chunks } => {
-                    for (i, handle) in chunks.into_iter().enumerate() {
-                        let Some(handle) = handle else { continue };
+                    for (i, bundle) in chunks.into_iter().enumerate() {
+                        let Some(bundle) = bundle.filter(|bundle| bundle.first as usize == i) else { continue };
                         let at = DevicePtr(ptr.0 + i as u64 * self.chunk_bytes);
-                        let _ = again(|| Ok(self.driver.unmap(at, self.chunk_bytes as usize)?));
-                        let _ = again(|| Ok(self.driver.release(handle)?));
+                        let bytes = bundle.chunks().len() * self.chunk_bytes as usize;
+                        let _ = again(|| Ok(self.driver.unmap(at, bytes)?));
+                        let _ = again(|| Ok(self.driver.release(bundle.handle)?));
                     }
                     let _ = again(|| Ok(self.driver.address_free(ptr, bytes as usize)?));
                 }

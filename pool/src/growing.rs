@@ -389,12 +389,13 @@ impl Shared {
                 return Ok(());
             }
             let bytes: u64 = chunks.iter().map(|r| r.len() as u64 * self.chunk_bytes).sum();
-            self.gather_idle(cold, bytes, &span, notices);
-            let over = self.lack(bytes).1;
+            let wanted = [(segment, chunks)];
+            self.gather_idle(cold, self.lack(home.heap, &wanted).0, &span, notices);
+            let over = self.lack(home.heap, &wanted).1;
             self.gather(cold, over, &span, notices)?;
-            let shortage = match self.lack(bytes) {
+            let shortage = match self.lack(home.heap, &wanted) {
                 (_, over) if over > 0 => Short::Limit(over),
-                (lack, _) => match self.map_chunks(cold, home.heap, segment, &chunks) {
+                (lack, _) => match self.map_chunks(cold, home.heap, segment, &wanted[0].1) {
                     Ok(()) => return Ok(()),
                     Err(error) => short(error, lack.max(self.chunk_bytes)),
                 },
@@ -439,7 +440,8 @@ impl Shared {
         for range in chunks.into_iter().rev() {
             let take = left.min(range.len() as u64) as u32;
             if take > 0 {
-                enough.push(range.end - take..range.end);
+                let start = state.heaps[home.heap].bundle(segment, range.end - take).start;
+                enough.push(start..range.end);
             }
             left -= u64::from(take);
         }
@@ -509,7 +511,14 @@ fn behind_extent(state: &State, home: Home, chunk_bytes: u64) -> Vec<Range<u32>>
     let Some(growing) = state.growing.get(&home) else { return Vec::new() };
     let there = state.heaps[home.heap].chunks_inside(home.block);
     let start = first_chunk(state, home.heap, home.block) + (growing.allocated_bytes / chunk_bytes.max(1)) as u32;
-    there.into_iter().map(|r| r.start.max(start)..r.end).filter(|r| r.start < r.end).collect()
+    let Some(segment) = state.heaps[home.heap].block(home.block).map(|block| block.segment) else { return Vec::new() };
+    // What the extent ends in stays with the whole of its bundle.
+    let behind = |r: Range<u32>| match r.start < start {
+        true if r.end <= start => None,
+        true => Some(state.heaps[home.heap].whole(segment, start..r.end)),
+        false => Some(r),
+    };
+    there.into_iter().filter_map(behind).filter(|r| r.start < r.end).collect()
 }
 
 fn first_chunk(state: &State, heap: usize, block: BlockKey) -> u32 {

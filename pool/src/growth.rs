@@ -4,14 +4,17 @@
 //! other growth and give-backs away meanwhile. A failure half way is undone, and memory that can not be
 //! handed back at once is kept as a leftover and tried again.
 
+use std::num::NonZeroU32;
 use std::ops::Range;
 
+use crate::bundles::{Stretch, lay};
+use crate::chunk_class::Gap;
 use crate::core::{Claim, Growth, Request, SegmentKey};
-use crate::driver::{DevicePtr, DriverError, DriverErrorKind, PhysHandle};
+use crate::driver::{DevicePtr, DriverError, DriverErrorKind};
 use crate::give_back::{Parcel, Reason};
 use crate::handshake::Patience;
 use crate::shared::{Cold, Notices, Shared};
-use crate::state::{Backing, Leftover, Spare, State};
+use crate::state::{Backing, Bundle, Leftover, Spare, State};
 use crate::{PoolError, PoolMode, Purpose, Stream};
 
 /// Why the pool could not grow.
@@ -31,6 +34,15 @@ impl From<PoolError> for Short {
     fn from(error: PoolError) -> Self {
         Self::Fail(error)
     }
+}
+
+/// A chunk that was mapped just now.
+struct Laying {
+    /// Where it begins.
+    chunk: u32,
+    spare: Spare,
+    /// It came from elsewhere in the pool.
+    moved: bool,
 }
 
 /// How far `bytes` more would go over the byte limit.
@@ -85,35 +97,29 @@ impl Shared {
             return self.reserve_range(request, 0, heap);
         };
         let bytes: u64 = chunks.iter().map(|r| r.len() as u64 * self.chunk_bytes).sum();
-        self.gather_idle(cold, bytes, &window, notices);
+        let wanted = [(segment, chunks)];
+        self.gather_idle(cold, self.lack(heap, &wanted).0, &window, notices);
         if stitch {
-            let over = self.lack(bytes).1;
+            let over = self.lack(heap, &wanted).1;
             self.gather(cold, over, &window, notices)?;
         }
-        let (lack, over) = self.lack(bytes);
+        let (lack, over) = self.lack(heap, &wanted);
         if over > 0 {
             return Err(Short::Limit(over));
         }
-        let mapped = match self.map_chunks(cold, heap, segment, &chunks) {
+        let mapped = match self.map_chunks(cold, heap, segment, &wanted[0].1) {
             // No limit told how short it would be: all that is free may be needed.
             Err(error) if stitch && error.is_out_of_memory() => {
                 if self.gather(cold, lack, &window, notices)? == 0 {
                     return Err(short(error, lack));
                 }
-                self.map_chunks(cold, heap, segment, &chunks)
+                self.map_chunks(cold, heap, segment, &wanted[0].1)
             }
             mapped => mapped,
         };
-        mapped.map_err(|e| short(e, self.lack(bytes).0.max(self.chunk_bytes)))?;
+        mapped.map_err(|e| short(e, self.lack(heap, &wanted).0.max(self.chunk_bytes)))?;
         tracing::debug!(pool = self.id.0, bytes, segment = segment.index(), epoch = self.epoch_now(), "mapped");
         Ok(())
-    }
-
-    /// What of `bytes` would have to be made anew, and how far that would go over the byte limit.
-    pub(crate) fn lack(&self, bytes: u64) -> (u64, u64) {
-        let state = self.lock();
-        let lack = bytes.saturating_sub(state.spare_bytes(self.chunk_bytes));
-        (lack, if lack == 0 { 0 } else { over_limit(&state, lack).unwrap_or(0) })
     }
 
     /// Puts pages under chunks, all or none, and tells the heap. Chunks that wait for a range go first.
@@ -129,6 +135,7 @@ impl Shared {
         for range in chunks {
             let backed = state.heaps[heap].back(segment, range.clone());
             debug_assert!(backed.is_ok(), "the plan named unbacked chunks: {backed:?}");
+            state.tie_chunks(heap, segment, range.clone());
         }
         state.counters.growths += 1;
         state.note_reserved();
@@ -138,37 +145,37 @@ impl Shared {
     /// Puts pages under chunks, all or none. The heap's books do not know yet.
     pub(crate) fn map_pages(
         &self,
-        _cold: &Cold<'_>,
+        cold: &Cold<'_>,
         heap: usize,
         segment: SegmentKey,
         chunks: &[Range<u32>],
     ) -> Result<(), DriverError> {
         self.driver.bind()?;
-        let chunk_bytes = self.chunk_bytes as usize;
-        let base = match self.lock().segment_backing(heap, segment) {
-            Some(Backing::Range { ptr, .. }) => *ptr,
-            _ => return Err(DriverError::new("map", self.device, DriverErrorKind::InvalidValue("no such segment"))),
-        };
-        let at = |chunk: u32| DevicePtr(base.0 + u64::from(chunk) * self.chunk_bytes);
-        // Whether the chunk came from elsewhere in the pool.
-        let mut done: Vec<(u32, PhysHandle, bool)> = Vec::new();
-        let mut mapped = || -> Result<(), DriverError> {
-            for range in chunks {
-                for chunk in range.clone() {
-                    let spare = self.lock().take_spare(self.chunk_bytes);
-                    let moved = spare.is_some();
-                    let handle = spare.map_or_else(|| self.driver.create(chunk_bytes), Ok)?;
-                    if let Err(error) = self.driver.map(at(chunk), chunk_bytes, 0, handle) {
-                        if moved {
-                            self.lock().spare.push(Spare { handle, bytes: self.chunk_bytes });
-                        } else {
-                            self.release_chunk(handle);
-                        }
-                        return Err(error);
-                    }
-                    done.push((chunk, handle, moved));
+        let (base, stretches, laid) = {
+            let mut state = self.lock();
+            let base = match state.segment_backing(heap, segment) {
+                Some(Backing::Range { ptr, .. }) => *ptr,
+                _ => {
+                    return Err(DriverError::new("map", self.device, DriverErrorKind::InvalidValue("no such segment")));
                 }
-                self.driver.set_access(at(range.start), range.len() * chunk_bytes, &[self.device])?;
+            };
+            let stretches = state.stretches(heap, segment, chunks);
+            let mut spare: Vec<u64> = state.spare.iter().map(|s| s.bytes).collect();
+            let laid = lay(&mut spare, &stretches, self.chunk_bytes);
+            (base, stretches, laid)
+        };
+        self.give_misfits(cold, &laid.misfits)?;
+        let at = |chunk: u32| DevicePtr(base.0 + u64::from(chunk) * self.chunk_bytes);
+        let mut done: Vec<Laying> = Vec::new();
+        let mut mapped = || -> Result<(), DriverError> {
+            let mut largest = u64::MAX;
+            let mut stretches = stretches.iter().peekable();
+            for range in chunks {
+                while let Some(stretch) = stretches.next_if(|(stretch, _)| stretch.start < range.end) {
+                    self.map_stretch(heap, stretch, &at, &mut largest, &mut done)?;
+                }
+                let bytes = range.len() * self.chunk_bytes as usize;
+                self.driver.set_access(at(range.start), bytes, &[self.device])?;
             }
             Ok(())
         };
@@ -177,25 +184,65 @@ impl Shared {
             if crate::mutant::is("failed-map-leaks") {
                 return Err(error);
             }
-            for (chunk, handle, moved) in done {
+            for Laying { chunk, spare, moved } in done {
                 if moved {
-                    self.undo_move(at(chunk), handle);
+                    self.undo_move(at(chunk), spare);
                 } else {
-                    self.undo_map(at(chunk), handle);
+                    self.undo_map(at(chunk), spare);
                 }
             }
             return Err(error);
         }
         let mut state = self.lock();
         let state = &mut *state;
-        if let Some(Backing::Range { chunks: handles, .. }) = state.segment_backing(heap, segment) {
-            for (chunk, handle, _) in done {
-                if let Some(place) = handles.get_mut(chunk as usize) {
-                    *place = Some(handle);
+        state.tally.segments.add(done.len() as u64);
+        if let Some(Backing::Range { chunks: bundles, .. }) = state.segment_backing(heap, segment) {
+            for Laying { chunk, spare, .. } in done {
+                let count = (spare.bytes / self.chunk_bytes) as u32;
+                let bundle = NonZeroU32::new(count).map(|count| Bundle { handle: spare.handle, first: chunk, count });
+                if let Some(places) = bundles.get_mut(chunk as usize..(chunk + count) as usize) {
+                    places.fill(bundle);
                 }
             }
         }
-        state.tally.segments.add(chunks.iter().map(|range| range.len() as u64).sum());
+        Ok(())
+    }
+
+    /// Maps chunks one after another: those that wait for a range first, the largest that fits.
+    fn map_stretch(
+        &self,
+        heap: usize,
+        (chunks, bundles): &Stretch,
+        at: &dyn Fn(u32) -> DevicePtr,
+        largest: &mut u64,
+        done: &mut Vec<Laying>,
+    ) -> Result<(), DriverError> {
+        let purpose = Purpose::ALL[heap.min(Purpose::ALL.len() - 1)];
+        let bytes = chunks.len() as u64 * self.chunk_bytes;
+        let mut chunk = chunks.start;
+        while chunk < chunks.end {
+            let left_bytes = u64::from(chunks.end - chunk) * self.chunk_bytes;
+            let gap = Gap { purpose, bytes, left_bytes };
+            let waiting = self.lock().take_spare(if *bundles { left_bytes } else { self.chunk_bytes });
+            let (spare, moved) = match waiting {
+                Some(spare) => (spare, true),
+                None => {
+                    let gap = if *bundles { gap } else { Gap { left_bytes: self.chunk_bytes, ..gap } };
+                    let (handle, bytes) = self.make_chunk(gap, largest)?;
+                    (Spare { handle, bytes }, false)
+                }
+            };
+            if let Err(error) = self.driver.map(at(chunk), spare.bytes as usize, 0, spare.handle) {
+                if moved {
+                    self.lock().spare.push(spare);
+                } else {
+                    self.release_chunk(spare);
+                }
+                return Err(error);
+            }
+            done.push(Laying { chunk, spare, moved });
+            chunk += (spare.bytes / self.chunk_bytes) as u32;
+        }
         Ok(())
     }
 

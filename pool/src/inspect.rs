@@ -2,7 +2,7 @@
 
 use smallvec::SmallVec;
 
-use crate::core::{BlockState, BlockView};
+use crate::core::{BlockState, BlockView, Heap, SegmentView};
 use crate::driver::DevicePtr;
 use crate::pool::{RangeKind, Resolved};
 use crate::report::{Bytes, Holder, MemoryReport};
@@ -81,7 +81,7 @@ impl Shared {
             for segment in books.segments() {
                 let blocks: Vec<BlockView> = books.blocks_of(segment.key).collect();
                 if !books.is_asleep() {
-                    cached += cached_bytes(state, &blocks, segment.base, segment.chunk_bytes);
+                    cached += cached_bytes(state, books, &segment, &blocks);
                 }
                 if segment.backed_bytes > 0 && strips.len() < MOST_HOLDERS {
                     let purpose = Purpose::ALL[heap];
@@ -288,8 +288,8 @@ fn owner(state: &State, home: Home) -> (Option<Token>, bool) {
     (token, token.is_some() && !info.limbo)
 }
 
-fn check_backing(state: &State, heap: usize, segment: &crate::core::SegmentView) -> Result<(), String> {
-    use crate::state::Backing;
+fn check_backing(state: &State, heap: usize, segment: &SegmentView) -> Result<(), String> {
+    use crate::state::{Backing, Bundle};
     match state.backing[heap].get(segment.key.index()).and_then(Option::as_ref) {
         Some(Backing::Slab { ptr, bytes }) => {
             let inside = ptr.0 <= segment.base && segment.base + segment.bytes <= ptr.0 + bytes;
@@ -309,16 +309,25 @@ fn check_backing(state: &State, heap: usize, segment: &crate::core::SegmentView)
                 let noted = segment.backed_bytes;
                 return Err(format!("range {:#x}: {there} bytes of chunks, {noted} noted", segment.base));
             }
+            let books = &state.heaps[heap];
+            for (chunk, bundle) in chunks.iter().enumerate() {
+                let noted = books.bundle(segment.key, chunk as u32);
+                let there = bundle.as_ref().map_or(chunk as u32..chunk as u32 + 1, Bundle::chunks);
+                if noted != there && !books.is_asleep() {
+                    return Err(format!("chunk {chunk} is one of {there:?}, {noted:?} are noted",));
+                }
+            }
         }
         None => return Err(format!("segment {:#x} has nothing behind it", segment.base)),
     }
     Ok(())
 }
 
-/// Bytes that could go back at once: whole free chunks, or the slab if all of it is free.
-fn cached_bytes(state: &State, blocks: &[BlockView], base: u64, chunk_bytes: Option<u64>) -> u64 {
+/// Bytes that could go back at once: whole free chunks and bundles, or the slab if all of it is free.
+fn cached_bytes(state: &State, books: &Heap, segment: &SegmentView, blocks: &[BlockView]) -> u64 {
     let free = |b: &BlockView| b.state == BlockState::Free && b.uses.iter().all(|k| State::usable(&state.streams, k));
-    let Some(chunk) = chunk_bytes else {
+    let base = segment.base;
+    let Some(chunk) = segment.chunk_bytes else {
         let all = blocks.iter().all(free);
         return if all { blocks.iter().map(|b| b.bytes).sum() } else { 0 };
     };
@@ -331,7 +340,8 @@ fn cached_bytes(state: &State, blocks: &[BlockView], base: u64, chunk_bytes: Opt
                 if let Some((start, end)) = run.take() {
                     let first = (start - base).div_ceil(chunk);
                     let last = (end - base) / chunk;
-                    total += last.saturating_sub(first) * chunk;
+                    let whole = books.whole(segment.key, first as u32..last.max(first) as u32);
+                    total += whole.len() as u64 * chunk;
                 }
             }
         }

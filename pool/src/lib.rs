@@ -2,8 +2,10 @@
 
 mod alloc;
 mod arena;
+mod bundles;
 mod capture;
 mod capture_thread;
+mod chunk_class;
 mod config;
 mod copy;
 #[cfg_attr(not(test), allow(dead_code, reason = "tested on its own; the runtime uses most of it"))]
@@ -47,6 +49,7 @@ mod wake;
 mod window;
 
 pub use arena::{Arena, ScratchPolicy};
+pub use chunk_class::ChunkClass;
 pub use config::{PoolConfig, PoolMode, Purpose};
 pub use copy::Elements;
 pub use dependent::{Dependency, Dependent, Hold, RetireReason, Retired, Use};

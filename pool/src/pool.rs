@@ -291,10 +291,19 @@ impl Pool {
         self.shared().free_bytes(purpose)
     }
 
-    /// Bytes of one physical chunk (vmm); `None` in slab mode.
+    /// Bytes of the smallest physical chunk (vmm): what is mapped is a multiple of it. `None` in slab mode.
     #[must_use]
     pub fn chunk_bytes(&self) -> Option<usize> {
         (self.mode() == PoolMode::Vmm).then_some(self.shared().chunk_bytes as usize)
+    }
+
+    /// How many physical chunks come under `bytes` that are missing at one place, and the bytes of the largest (vmm), as
+    /// long as the driver has some so large and none wait for a range. `None` in slab mode.
+    #[must_use]
+    pub fn chunks_for(&self, purpose: Purpose, bytes: usize) -> Option<(usize, usize)> {
+        let vmm = self.mode() == PoolMode::Vmm;
+        vmm.then(|| self.shared().chunks_for(purpose, bytes as u64))
+            .map(|(count, largest)| (count as usize, largest as usize))
     }
 
     /// Starts the peaks anew.

@@ -93,10 +93,11 @@ impl Shared {
     fn fill(&self, cold: &Cold<'_>, graph: usize, hole: &Hole, notices: &mut Notices) -> Result<(), PoolError> {
         let bytes: u64 = hole.chunks.iter().map(|r| r.len() as u64 * self.chunk_bytes).sum();
         // Free chunks first: they are there, and the peak stays where it is.
-        let lack = self.lack(bytes).0;
+        let wanted = [(hole.segment, hole.chunks.clone())];
+        let lack = self.lack(hole.home.heap, &wanted).0;
         self.gather(cold, lack, &(0..0), notices)?;
         loop {
-            let shortage = match self.lack(bytes) {
+            let shortage = match self.lack(hole.home.heap, &wanted) {
                 (_, over) if over > 0 => Short::Limit(over),
                 (lack, _) => match self.map_chunks(cold, hole.home.heap, hole.segment, &hole.chunks) {
                     Ok(()) => break,

@@ -18,7 +18,7 @@ use crate::handshake::Epoch;
 use crate::lock::{Guard, Lock};
 use crate::slice::Raw;
 use crate::state::{Home, NONE, State};
-use crate::{Dependent, PoolConfig, PoolError, PoolId, PoolMode, Purpose, Retired, Stream, Token};
+use crate::{ChunkClass, Dependent, PoolConfig, PoolError, PoolId, PoolMode, Purpose, Retired, Stream, Token};
 
 /// What pools, slices, windows and registrations share.
 pub(crate) struct Shared {
@@ -27,8 +27,10 @@ pub(crate) struct Shared {
     pub(crate) config: PoolConfig,
     pub(crate) device: DeviceOrdinal,
     pub(crate) epoch: Arc<Epoch>,
-    /// vmm: bytes of one physical chunk.
+    /// vmm: bytes of the smallest physical chunk; the books count in these.
     pub(crate) chunk_bytes: u64,
+    /// vmm: who gets larger ones.
+    pub(crate) chunk_classes: Vec<ChunkClass>,
     books: &'static Books,
     cold: Mutex<()>,
 }
@@ -178,7 +180,7 @@ impl Shared {
     pub(crate) fn new(driver: DynDriver, config: PoolConfig) -> Result<Arc<Self>, PoolError> {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let device = driver.info().ordinal;
-        let mut chunk_bytes = 0;
+        let (mut chunk_bytes, mut chunk_classes) = (0, Vec::new());
         if config.mode == PoolMode::Vmm {
             if !driver.info().vmm {
                 return Err(PoolError::Unsupported { device, what: "virtual memory management; use the slab mode" });
@@ -186,8 +188,8 @@ impl Shared {
             driver.bind()?;
             let granularity = driver.granularity_bytes()?;
             config.check(granularity)?;
-            let default = (2usize << 20).next_multiple_of(granularity);
-            chunk_bytes = config.chunk_bytes.unwrap_or(default) as u64;
+            let (smallest, classes) = config.chunks(granularity);
+            (chunk_bytes, chunk_classes) = (smallest as u64, classes);
         } else {
             config.check(1)?;
         }
@@ -204,6 +206,7 @@ impl Shared {
             device,
             epoch,
             chunk_bytes,
+            chunk_classes,
             books: Books::open(state),
             cold: Mutex::new(()),
         });

@@ -224,6 +224,8 @@ impl Shared {
                 sleeping.saved = bed.saved;
             }
         }
+        // What wakes gets chunks anew, of what sizes ever.
+        state.tie_heap(heap);
         if left_bytes == 0 {
             state.forget_pages(heap, self.chunk_bytes);
         }

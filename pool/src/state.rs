@@ -1,6 +1,7 @@
 //! What the pool's lock guards.
 
 use std::collections::{BTreeSet, HashMap};
+use std::num::NonZeroU32;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -233,10 +234,24 @@ pub(crate) struct Graph {
 #[derive(Debug)]
 pub(crate) enum Backing {
     Slab { ptr: DevicePtr, bytes: u64 },
-    Range { ptr: DevicePtr, bytes: u64, chunks: Vec<Option<PhysHandle>> },
+    Range { ptr: DevicePtr, bytes: u64, chunks: Vec<Option<Bundle>> },
 }
 
-/// A physical chunk that is mapped nowhere: it was taken from under one range and waits for another.
+/// The pages of a chunk: a physical handle, and which chunks of the range it is mapped under. Each of those has a copy.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Bundle {
+    pub(crate) handle: PhysHandle,
+    pub(crate) first: u32,
+    pub(crate) count: NonZeroU32,
+}
+
+impl Bundle {
+    pub(crate) fn chunks(&self) -> Range<u32> {
+        self.first..self.first + self.count.get()
+    }
+}
+
+/// A physical chunk, small or large, that is mapped nowhere: it was taken from under one range and waits for another.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Spare {
     pub(crate) handle: PhysHandle,
@@ -428,15 +443,11 @@ impl State {
         heaps.sum::<u64>() + leftovers + spare
     }
 
-    /// Takes a chunk of this size that is mapped nowhere.
-    pub(crate) fn take_spare(&mut self, bytes: u64) -> Option<PhysHandle> {
-        let index = self.spare.iter().rposition(|s| s.bytes == bytes)?;
-        Some(self.spare.swap_remove(index).handle)
-    }
-
-    /// Bytes of chunks of this size that are mapped nowhere.
-    pub(crate) fn spare_bytes(&self, chunk_bytes: u64) -> u64 {
-        self.spare.iter().filter(|s| s.bytes == chunk_bytes).map(|s| s.bytes).sum()
+    /// Takes the largest chunk of at most this size that is mapped nowhere.
+    pub(crate) fn take_spare(&mut self, most_bytes: u64) -> Option<Spare> {
+        let fits = self.spare.iter().enumerate().filter(|(_, s)| s.bytes <= most_bytes);
+        let (index, _) = fits.max_by_key(|(_, s)| s.bytes)?;
+        Some(self.spare.swap_remove(index))
     }
 
     /// Takes the heaps' word for what is reserved, after it changed.

@@ -13,7 +13,7 @@
 use std::ops::Range;
 
 use crate::alloc::keeps_addresses;
-use crate::core::StreamKey;
+use crate::core::{Heap, StreamKey};
 use crate::give_back::{Parcel, Reason};
 use crate::handshake::Patience;
 use crate::shared::{Cold, Notices, Shared};
@@ -37,25 +37,25 @@ impl Shared {
             let mut state = self.lock();
             let state = &mut *state;
             let streams = &state.streams;
-            claim(&mut state.heaps, want_bytes, window, &|key| State::usable(streams, key))
+            claim(&mut state.heaps, want_bytes, window, &|key| State::usable(streams, key), true)
         };
         self.give_back(cold, parcels, Reason::Stitch, Patience::Skip, notices)
     }
 
-    /// Before a growth by `bytes` makes new chunks: idle free ones, as far as the load's peak pays for it.
-    pub(crate) fn gather_idle(&self, cold: &Cold<'_>, bytes: u64, window: &Range<u64>, notices: &mut Notices) {
+    /// Before a growth makes `lack_bytes` of new chunks: idle free ones, as far as the load's peak pays for it.
+    pub(crate) fn gather_idle(&self, cold: &Cold<'_>, lack_bytes: u64, window: &Range<u64>, notices: &mut Notices) {
         let parcels = {
             let mut state = self.lock();
             let state = &mut *state;
             state.note_active();
             let paid = state.tally.active_peak.saturating_sub(state.moved_bytes);
-            let want = bytes.saturating_sub(state.spare_bytes(self.chunk_bytes)).min(paid);
+            let want = lack_bytes.min(paid);
             // A look at every block is for those times only when there may be something to find.
             let worth = state.heaps.iter().any(|h| h.largest_free_bytes() >= self.chunk_bytes);
             if want == 0 || !worth || mutant::is("no-stitch") {
                 return;
             }
-            claim(&mut state.heaps, want, window, &|_| false)
+            claim(&mut state.heaps, want, window, &|_| false, false)
         };
         // An error here is none of the request's: it can be served with new chunks.
         if let Ok(taken) = self.give_back(cold, parcels, Reason::Stitch, Patience::Skip, notices) {
@@ -64,22 +64,27 @@ impl Shared {
     }
 }
 
-/// Claims whole free chunks outside `window`.
+/// Claims whole free chunks outside `window`. `beyond`: in bundles larger than what is wanted, too, but only where nothing
+/// else is left.
 fn claim(
-    heaps: &mut [crate::core::Heap],
+    heaps: &mut [Heap],
     want_bytes: u64,
     window: &Range<u64>,
     usable: &dyn Fn(StreamKey) -> bool,
+    beyond: bool,
 ) -> Vec<Parcel> {
     let mut parcels = Vec::new();
     let mut claimed = 0;
-    for (heap, books) in heaps.iter_mut().enumerate() {
-        if claimed >= want_bytes {
-            break;
-        }
-        for claim in books.claim_chunks(want_bytes - claimed, window, usable) {
-            claimed += claim.bytes;
-            parcels.push(Parcel::claim(heap, claim));
+    let bundles = heaps.iter().any(Heap::has_bundles);
+    for beyond in [false, true].into_iter().take(1 + usize::from(beyond && bundles)) {
+        for (heap, books) in heaps.iter_mut().enumerate() {
+            if claimed >= want_bytes {
+                break;
+            }
+            for claim in books.claim_chunks(want_bytes - claimed, window, usable, beyond) {
+                claimed += claim.bytes;
+                parcels.push(Parcel::claim(heap, claim));
+            }
         }
     }
     parcels

@@ -14,7 +14,7 @@
 use std::ops::Range;
 
 use crate::alloc::{GRANULE_BYTES, keeps_addresses};
-use crate::core::{BlockState, Request, SegmentKey};
+use crate::core::{BlockState, Heap, Request, SegmentKey};
 use crate::give_back::{Parcel, Reason};
 use crate::growth::Short;
 use crate::handshake::Patience;
@@ -133,19 +133,24 @@ impl Shared {
             order.sort_by_key(|&h| own.is_some_and(|p| p.index() == h));
             let mut parcels = Vec::new();
             let mut claimed = 0;
-            for heap in order {
-                if claimed >= want_bytes {
-                    break;
-                }
-                let books = &mut state.heaps[heap];
-                let claims = if keeps_addresses(state.mode) {
-                    books.claim_chunks(want_bytes - claimed, &(0..0), &usable)
-                } else {
-                    books.claim_slabs(want_bytes - claimed, &usable)
-                };
-                for claim in claims {
-                    claimed += claim.bytes;
-                    parcels.push(Parcel::claim(heap, claim));
+            let vmm = keeps_addresses(state.mode);
+            let bundles = vmm && state.heaps.iter().any(Heap::has_bundles);
+            // Bundles that hold more than is wanted only where nothing else is left.
+            for beyond in [false, true].into_iter().take(1 + usize::from(bundles)) {
+                for heap in order {
+                    if claimed >= want_bytes {
+                        break;
+                    }
+                    let books = &mut state.heaps[heap];
+                    let claims = if vmm {
+                        books.claim_chunks(want_bytes - claimed, &(0..0), &usable, beyond)
+                    } else {
+                        books.claim_slabs(want_bytes - claimed, &usable)
+                    };
+                    for claim in claims {
+                        claimed += claim.bytes;
+                        parcels.push(Parcel::claim(heap, claim));
+                    }
                 }
             }
             parcels
@@ -205,7 +210,8 @@ impl Shared {
         for range in chunks {
             let take = left.min(range.len() as u64) as u32;
             if take > 0 {
-                enough.push(range.start..range.start + take);
+                let end = state.heaps[home.heap].bundle(segment, range.start + take - 1).end;
+                enough.push(range.start..end);
             }
             left -= u64::from(take);
         }

@@ -41,6 +41,7 @@ impl Shared {
             let _ = self.unmap_all(heap, &mapped);
             let mut state = self.lock();
             let mapped_bytes = state.mapped_bytes(heap, self.chunk_bytes);
+            state.tie_heap(heap);
             if let Some(sleeping) = &mut state.sleeping[heap] {
                 sleeping.mapped_bytes = mapped_bytes;
                 sleeping.saved = saved;
@@ -52,6 +53,7 @@ impl Shared {
         // Much plain memory is better not freed under the lock.
         let leftover = saved.and_then(Saved::into_leftover);
         let mut state = self.lock();
+        state.tie_heap(heap);
         state.rouse(heap);
         state.leftovers.extend(leftover);
         state.counters.wakes += 1;
@@ -72,7 +74,7 @@ impl Shared {
                 state.missing_chunks(heap)
             };
             let bytes = chunks_in(&missing) * self.chunk_bytes;
-            let shortage = match self.lack(bytes) {
+            let shortage = match self.lack(heap, &missing) {
                 (_, over) if over > 0 => Short::Limit(over),
                 (lack, _) => match self.map_all(cold, heap, &missing) {
                     Ok(()) => return Ok(missing),
@@ -90,6 +92,7 @@ impl Shared {
                 let _ = self.unmap_all(heap, missing.get(..done).unwrap_or_default());
                 let mut state = self.lock();
                 let mapped_bytes = state.mapped_bytes(heap, self.chunk_bytes);
+                state.tie_heap(heap);
                 if let Some(sleeping) = &mut state.sleeping[heap] {
                     sleeping.mapped_bytes = mapped_bytes;
                 }

@@ -118,18 +118,74 @@ pub(super) struct Chunks {
     pub(super) count: u32,
     backed: Vec<u64>,
     pub(super) backed_count: u32,
+    /// Chunks that hang on the physical handle of the chunk before them. Empty until there is one.
+    tied: Vec<u64>,
 }
 
 impl Chunks {
     pub(super) fn new(bytes: u64, count: u32) -> Self {
-        Self { bytes, count, backed: vec![0; (count as usize).div_ceil(64)], backed_count: 0 }
+        Self { bytes, count, backed: vec![0; (count as usize).div_ceil(64)], backed_count: 0, tied: Vec::new() }
     }
 
     pub(super) fn is_backed(&self, chunk: u32) -> bool {
         self.backed[chunk as usize / 64] >> (chunk % 64) & 1 == 1
     }
 
+    /// Whether a chunk hangs on the handle of the one before it.
+    pub(super) fn is_tied(&self, chunk: u32) -> bool {
+        let tied = self.tied.get(chunk as usize / 64).is_some_and(|word| word >> (chunk % 64) & 1 == 1);
+        tied && !crate::mutant::is("bundles-cut")
+    }
+
+    /// Whether any chunk was ever tied.
+    pub(super) fn has_ties(&self) -> bool {
+        !self.tied.is_empty()
+    }
+
+    /// The chunks from the second on hang on the first one's handle, or no chunk on another one's.
+    pub(super) fn set_tied(&mut self, chunks: std::ops::Range<u32>, tied: bool) {
+        if tied && self.tied.is_empty() {
+            self.tied = vec![0; self.backed.len()];
+        }
+        let from = chunks.start + u32::from(tied);
+        for chunk in from..chunks.end {
+            let Some(word) = self.tied.get_mut(chunk as usize / 64) else { return };
+            let bit = 1 << (chunk % 64);
+            *word = if tied { *word | bit } else { *word & !bit };
+        }
+    }
+
+    /// The chunks that share a chunk's handle, itself included.
+    pub(super) fn bundle(&self, chunk: u32) -> std::ops::Range<u32> {
+        let (mut start, mut end) = (chunk, chunk + 1);
+        while self.is_tied(start) {
+            start -= 1;
+        }
+        while end < self.count && self.is_tied(end) {
+            end += 1;
+        }
+        start..end
+    }
+
+    /// What is left of a run of chunks without the parts of bundles at its ends.
+    pub(super) fn whole(&self, chunks: std::ops::Range<u32>) -> std::ops::Range<u32> {
+        let (mut start, mut end) = (chunks.start, chunks.end);
+        if !self.has_ties() || chunks.is_empty() {
+            return chunks;
+        }
+        if self.is_tied(start) {
+            start = self.bundle(start).end;
+        }
+        if end < self.count && self.is_tied(end) {
+            end = self.bundle(end).start;
+        }
+        start..end.max(start)
+    }
+
     pub(super) fn set(&mut self, chunks: std::ops::Range<u32>, backed: bool) {
+        if !backed {
+            self.set_tied(chunks.clone(), false);
+        }
         for chunk in chunks {
             if self.is_backed(chunk) != backed {
                 self.backed[chunk as usize / 64] ^= 1 << (chunk % 64);

@@ -107,6 +107,9 @@ impl Heap {
             match &entry.chunks {
                 None => slab_bytes += entry.bytes,
                 Some(pages) => {
+                    let tied = |c: &u32| pages.is_tied(*c);
+                    let whole = |c: u32| c > 0 && pages.is_backed(c) && pages.is_backed(c - 1);
+                    hold!((0..pages.count).filter(tied).all(whole), "segment {segment} lost a part of a bundle");
                     let backed = (0..pages.count).filter(|&c| pages.is_backed(c)).count();
                     hold!(backed == pages.backed_count as usize, "segment {segment} miscounts its chunks");
                     chunked_bytes += backed as u64 * pages.bytes;

@@ -26,55 +26,80 @@ pub(crate) struct Claim {
 }
 
 /// Whole chunks that could be claimed together.
-struct Candidate {
-    streams: usize,
-    segment: u32,
-    chunks: Range<u32>,
-    base: u64,
+#[derive(Clone, Debug)]
+pub(super) struct Candidate {
+    pub(super) streams: usize,
+    pub(super) segment: u32,
+    pub(super) chunks: Range<u32>,
+    pub(super) base: u64,
 }
 
 impl Heap {
     /// Claims whole free chunks, just enough for `want_bytes` (all there is, if less): idle ones first, then
     /// those with the fewest streams; high addresses first. A chunk counts even where its bytes are free
     /// blocks of several streams; it does not where `usable` says no to one of them, nor where it touches `except`.
+    /// A bundle goes as a whole. Bundles larger than what is still wanted go last, the smallest that is enough first, and
+    /// only if `beyond`.
     pub(crate) fn claim_chunks(
         &mut self,
         want_bytes: u64,
         except: &Range<u64>,
         usable: &dyn Fn(StreamKey) -> bool,
+        beyond: bool,
     ) -> Vec<Claim> {
         self.settle_completed();
         if self.asleep {
             return Vec::new();
         }
-        let mut candidates = self.whole_chunks(usable);
+        let mut candidates = self.whole_bundles(self.whole_chunks(usable));
         if !except.is_empty() {
             candidates = candidates.into_iter().flat_map(|c| self.outside(c, except)).collect();
         }
         candidates.sort_by_key(|c| (c.streams, Reverse(c.base)));
+        candidates.reverse();
         let mut claims = Vec::new();
         let mut claimed_bytes = 0;
-        for candidate in candidates {
-            if claimed_bytes >= want_bytes {
-                break;
+        // Bundles larger than what was wanted when it was their turn.
+        let mut passed: Vec<Candidate> = Vec::new();
+        while claimed_bytes < want_bytes
+            && let Some(candidate) = candidates.pop()
+        {
+            let Some(pages) = self.segments[candidate.segment as usize].chunks.as_ref() else { continue };
+            let Range { mut start, end } = candidate.chunks;
+            let needed = (want_bytes - claimed_bytes).div_ceil(pages.bytes);
+            if needed < u64::from(end - start) {
+                let cut = pages.bundle(end - needed as u32);
+                if cut.start < end - needed as u32 {
+                    candidates.push(Candidate { chunks: start..cut.start, ..candidate });
+                    start = cut.end;
+                    passed.push(Candidate { chunks: cut, ..candidate });
+                } else {
+                    start = cut.start;
+                }
             }
-            let Some(unit) = self.segments[candidate.segment as usize].chunks.as_ref().map(|c| c.bytes) else {
-                continue;
-            };
-            let mut chunks = candidate.chunks;
-            let needed = (want_bytes - claimed_bytes).div_ceil(unit);
-            if needed < chunks.len() as u64 {
-                chunks.start = chunks.end - needed as u32;
-            }
-            let segment = SegmentKey(candidate.segment);
-            if let Some((base, bytes)) = self.chunk_span(segment, &chunks)
-                && let Some(first) = self.find(base)
-            {
-                claimed_bytes += bytes;
-                claims.push(self.claim(first.0, segment, Some(chunks), base, bytes));
+            claimed_bytes += self.claim_into(&mut claims, candidate.segment, start..end);
+        }
+        if beyond && claimed_bytes < want_bytes {
+            let left_bytes = want_bytes - claimed_bytes;
+            // All of them have more than that.
+            if let Some(bundle) = passed.into_iter().min_by_key(|c| c.chunks.len()) {
+                claimed_bytes += self.claim_into(&mut claims, bundle.segment, bundle.chunks);
+                debug_assert!(
+                    claimed_bytes >= want_bytes,
+                    "a bundle was passed over that was not too large: {left_bytes}"
+                );
             }
         }
         claims
+    }
+
+    /// Claims chunks of one segment; their bytes.
+    fn claim_into(&mut self, claims: &mut Vec<Claim>, segment: u32, chunks: Range<u32>) -> u64 {
+        let segment = SegmentKey(segment);
+        let Some((base, bytes)) = self.chunk_span(segment, &chunks) else { return 0 };
+        let Some(first) = self.find(base) else { return 0 };
+        claims.push(self.claim(first.0, segment, Some(chunks), base, bytes));
+        bytes
     }
 
     /// What is left of a candidate without the chunks that touch a range of addresses.
@@ -83,7 +108,12 @@ impl Heap {
         if except.start < entry.base || except.end > entry.end() {
             return smallvec::smallvec![candidate];
         }
-        let taken = entry.outer_chunks(except.start, except.end);
+        let mut taken = entry.outer_chunks(except.start, except.end);
+        if let Some(pages) = &entry.chunks
+            && !taken.is_empty()
+        {
+            taken = pages.bundle(taken.start).start..pages.bundle(taken.end - 1).end;
+        }
         let Range { start, end } = candidate.chunks.clone();
         [start..end.min(taken.start), start.max(taken.end)..end]
             .into_iter()
@@ -232,11 +262,16 @@ impl Heap {
         }
     }
 
-    /// The backed chunks that lie wholly inside a used block (scratch of an idle graph): what could be
-    /// unmapped under it.
+    /// The backed chunks that lie, with the whole of their bundle, inside a used block (scratch of an idle graph): what
+    /// could be unmapped under it.
     #[must_use]
     pub(crate) fn chunks_inside(&self, block: BlockKey) -> Vec<Range<u32>> {
-        self.chunks_of(block, true)
+        let chunks = self.chunks_of(block, true);
+        let pages = self.blocks.get(block.index()).and_then(|b| self.segments.get(b.segment as usize)?.chunks.as_ref());
+        match pages.filter(|pages| pages.has_ties()) {
+            Some(pages) => chunks.into_iter().map(|run| pages.whole(run)).filter(|run| !run.is_empty()).collect(),
+            None => chunks,
+        }
     }
 
     /// The chunks of a used block without memory: what a remap must map.
@@ -278,7 +313,8 @@ impl Heap {
             None => return Err(Misuse::Block(block)),
         };
         let backed = inside.iter().any(|r| r.start <= chunks.start && chunks.end <= r.end);
-        let (_, bytes) = self.chunk_span(segment, &chunks).filter(|_| backed).ok_or(Misuse::Chunks(segment))?;
+        let whole = backed && self.whole(segment, chunks.clone()) == chunks;
+        let (_, bytes) = self.chunk_span(segment, &chunks).filter(|_| whole).ok_or(Misuse::Chunks(segment))?;
         if let Some(pages) = &mut self.segments[segment.index()].chunks {
             pages.set(chunks, false);
         }

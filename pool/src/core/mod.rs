@@ -8,6 +8,7 @@
 //! |---|---|
 //! | segment | an address range that the pool owns: a slab (all of it backed) or a reserved range (backed chunk by chunk) |
 //! | chunk | one physical handle's worth of a reserved range. Kept apart from blocks: a bit per chunk says whether pages are there, so that stitching and growable slices can move pages without touching the tiling |
+//! | bundle | neighbouring chunks behind one larger physical handle: they go together or not at all; see [`bundles`] |
 //! | block | a piece of a segment. Blocks tile a segment without gaps: free, used, claimed (on its way back to the driver) or unbacked |
 //! | uses | the streams whose queued work may still touch a free block |
 //!
@@ -16,6 +17,7 @@
 
 mod bins;
 mod block;
+mod bundles;
 mod check;
 mod claim;
 mod completion;

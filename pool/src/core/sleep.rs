@@ -27,7 +27,7 @@ impl Heap {
         }
         let private = self.private.clone();
         self.asleep = false;
-        for claim in self.claim_chunks(u64::MAX, &(0..0), &|stream| !private.contains(stream)) {
+        for claim in self.claim_chunks(u64::MAX, &(0..0), &|stream| !private.contains(stream), true) {
             let done = self.unback_claim(claim.block);
             debug_assert!(done.is_ok(), "a claim is unbacked once: {done:?}");
         }

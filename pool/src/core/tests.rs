@@ -255,8 +255,8 @@ fn a_whole_chunk_is_claimed_even_where_two_streams_share_it() {
     let (a, b) = (alloc(&mut heap, MIB, A), alloc(&mut heap, MIB, B));
     free(&mut heap, a, A, 1);
     free(&mut heap, b, B, 2);
-    assert_eq!(heap.claim_chunks(1, &(0..0), &|s| s != B), Vec::new());
-    let claims = heap.claim_chunks(1, &(0..0), &|_| true);
+    assert_eq!(heap.claim_chunks(1, &(0..0), &|s| s != B, true), Vec::new());
+    let claims = heap.claim_chunks(1, &(0..0), &|_| true, true);
     assert_eq!(claims.len(), 1);
     assert_eq!((claims[0].chunks.clone(), claims[0].uses.len()), (Some(0..1), 2));
     heap.unback_claim(claims[0].block).unwrap();

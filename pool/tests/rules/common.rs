@@ -6,8 +6,8 @@ use evergraph_pool::driver::host::{HostConfig, HostDevice};
 use evergraph_pool::driver::{DynDriver, Faulty};
 use evergraph_pool::handshake::{Epoch, Launcher, Lease, Proven};
 use evergraph_pool::{
-    Dependent, DeviceSlice, Element, Hold, Pool, PoolConfig, PoolError, PoolMode, Registration, Retired, ScratchPolicy,
-    Stream, Tracked, Use, Window,
+    ChunkClass, Dependent, DeviceSlice, Element, Hold, Pool, PoolConfig, PoolError, PoolMode, Purpose, Registration,
+    Retired, ScratchPolicy, Stream, Tracked, Use, Window,
 };
 use parking_lot::Mutex;
 
@@ -31,6 +31,21 @@ pub fn device() -> HostConfig {
 /// Small chunks and slabs, so that little memory tells the whole story.
 pub fn config(mode: PoolMode) -> PoolConfig {
     PoolConfig::new(mode).chunk(CHUNK)
+}
+
+/// A large chunk, where the pool has them: what 32 MiB are to 2.
+pub const LARGE: usize = 16 * CHUNK;
+
+/// The usual table of chunk sizes, on a small device.
+pub const CLASSES: [ChunkClass; 3] = [
+    ChunkClass { purpose: None, from_bytes: 2 * LARGE, chunk_bytes: LARGE },
+    ChunkClass { purpose: Some(Purpose::Weight), from_bytes: LARGE, chunk_bytes: LARGE },
+    ChunkClass { purpose: Some(Purpose::Weight), from_bytes: 4 * LARGE, chunk_bytes: 4 * LARGE },
+];
+
+/// With large chunks for large requests.
+pub fn classed() -> PoolConfig {
+    config(PoolMode::Vmm).chunk_classes(&CLASSES)
 }
 
 impl Rig {

@@ -250,6 +250,100 @@ fn stitching() {
 }
 
 #[test]
+fn large_chunks_made() {
+    each_call(
+        |_| (Rig::with(device(), classed()), Vec::new()),
+        |rig, slices: &mut Vec<DeviceSlice<u8>>| {
+            slices.push(rig.pool.alloc(3 * LARGE + 2 * CHUNK, &rig.stream)?);
+            Ok(())
+        },
+    );
+}
+
+#[test]
+fn large_chunks_moved_and_broken_up() {
+    each_call(
+        |_| {
+            let rig = Rig::with(device(), classed().limit(16 * LARGE));
+            let blocks: Vec<_> = (0..8).map(|_| rig.alloc(2 * LARGE)).collect();
+            let kept: Vec<_> = blocks.into_iter().skip(1).step_by(2).collect();
+            for slice in &kept {
+                rig.stream.fill(slice, 7).unwrap();
+            }
+            (rig, (kept, Vec::new()))
+        },
+        |rig, (kept, more)| {
+            more.clear();
+            more.push(rig.pool.alloc_for::<u8>(3 * LARGE, Purpose::Weight, &rig.stream)?);
+            more.push(rig.pool.alloc_for::<u8>(CHUNK, Purpose::State, &rig.stream)?);
+            for slice in kept {
+                assert!(rig.stream.download(slice)?.iter().all(|&b| b == 7));
+            }
+            Ok(())
+        },
+    );
+}
+
+#[test]
+fn large_chunks_of_idle_graphs() {
+    each_call(
+        |_| {
+            let rig = Rig::with(device(), classed().limit(16 * LARGE));
+            drop(rig.alloc(4 * LARGE));
+            let graph = rig.graph(ScratchPolicy::Track, |_| drop(rig.alloc(4 * LARGE)));
+            (rig, graph)
+        },
+        |rig, graph| {
+            drop(rig.pool.alloc::<u8>(13 * LARGE, &rig.stream)?);
+            graph.registration.reback()?;
+            graph.registration.walk()?;
+            rig.pool.trim_to(0)?;
+            assert_eq!(rig.pool.stats().reserved_bytes.current, 0);
+            Ok(())
+        },
+    );
+}
+
+#[test]
+fn large_chunks_asleep_and_awake() {
+    each_call(
+        |_| {
+            let rig = Rig::with(device(), classed());
+            let data: Vec<u32> = (0..600_000).collect();
+            let weights = rig.pool.upload(&data, Purpose::Weight, &rig.stream).unwrap();
+            let small = rig.pool.upload(&data[..9], Purpose::Weight, &rig.stream).unwrap();
+            (rig, (weights, small, data))
+        },
+        |rig, (weights, small, data)| {
+            rig.pool.sleep(Content::Keep, &[])?;
+            rig.pool.check().unwrap();
+            rig.pool.wake(&[])?;
+            rig.pool.check().unwrap();
+            assert!(rig.stream.download(weights)? == *data);
+            assert_eq!(rig.stream.download(small)?, data[..9]);
+            Ok(())
+        },
+    );
+}
+
+#[test]
+fn large_chunks_behind_an_extent() {
+    each_call(
+        |_| {
+            let rig = Rig::with(device(), classed().limit(16 * LARGE));
+            let slice = rig.pool.alloc_growable::<u8>(0, 32 * LARGE, Purpose::State, &rig.stream).unwrap();
+            (rig, slice)
+        },
+        |rig, slice| {
+            slice.grow_to(5 * LARGE)?;
+            slice.shrink_to(LARGE + 1)?;
+            drop(rig.pool.alloc::<u8>(13 * LARGE, &rig.stream)?);
+            Ok(())
+        },
+    );
+}
+
+#[test]
 fn growing() {
     each_call(
         |_| {

@@ -2,6 +2,7 @@
 //! test fail.
 #![allow(clippy::unwrap_used, missing_docs, unreachable_pub)]
 
+mod chunks;
 mod common;
 mod cost;
 mod faults;

@@ -51,6 +51,15 @@ const ROWS: &[(&str, &str, &str)] = &[
         "no-wait-before-unmap",
         "stitch::a_request_that_no_free_block_fits_is_served_from_several",
     ),
+    (
+        "a physical chunk goes as a whole",
+        "bundles-cut",
+        "chunks::a_small_request_takes_a_large_free_chunk_rather_than_none",
+    ),
+    ("no bytes beyond the limit", "misfits-stay", "chunks::a_small_request_takes_a_large_free_chunk_rather_than_none"),
+    ("smaller before none", "bundle-or-nothing", "chunks::a_chunk_that_the_driver_has_not_is_made_of_smaller_ones"),
+    ("small cards, small chunks", "bundles-on-small-cards", "chunks::small_requests_and_small_cards_have_small_chunks"),
+    ("what wakes is known anew", "bundles-untold", "chunks::what_wakes_has_the_chunks_of_its_time"),
     ("kept bytes come back", "kept-content-not-restored", "sleep::kept_bytes_are_there_again_at_the_same_addresses"),
     ("shared chunks come back", "wake-skips-shared-chunks", "sleep::kept_bytes_are_there_again_at_the_same_addresses"),
     (

@@ -49,6 +49,7 @@ enum Step {
     EndClaim { at: usize, gone: bool },
     UnbackUsed { at: usize },
     Reback { at: usize },
+    Bundles { chunks: u32 },
     AddSlab { bytes: u64 },
     Retag { to: Vec<usize> },
     TakePrivate,
@@ -97,6 +98,7 @@ impl ReferenceStateMachine for Reference {
             3 => (any::<usize>(), any::<bool>()).prop_map(|(at, gone)| Step::EndClaim { at, gone }),
             1 => any::<usize>().prop_map(|at| Step::UnbackUsed { at }),
             1 => any::<usize>().prop_map(|at| Step::Reback { at }),
+            1 => (1..6u32).prop_map(|chunks| Step::Bundles { chunks }),
             1 => (1..2 * SLAB).prop_map(|bytes| Step::AddSlab { bytes }),
             1 => streams().prop_map(|to| Step::Retag { to }),
             1 => Just(Step::TakePrivate),
@@ -123,6 +125,10 @@ struct Walk {
     claims: Vec<Claim>,
     /// Addresses of chunks with pages.
     backed: BTreeSet<u64>,
+    /// Chunks that hang on one handle with others.
+    bundles: Vec<Range<u64>>,
+    /// How many chunks the next handles have.
+    bundle_chunks: u32,
     slabs: Vec<(SegmentKey, Range<u64>)>,
     /// Work that may still touch bytes that nobody owns any more.
     queued: Vec<Queued>,
@@ -150,6 +156,8 @@ impl Walk {
             live: Vec::new(),
             claims: Vec::new(),
             backed: BTreeSet::new(),
+            bundles: Vec::new(),
+            bundle_chunks: 1,
             slabs: Vec::new(),
             queued: Vec::new(),
             next_slab: BASE + (1 << 30) + 17,
@@ -318,8 +326,25 @@ impl Walk {
 
     fn back(&mut self, segment: SegmentKey, chunks: Range<u32>) {
         let (base, bytes) = self.heap.chunk_span(segment, &chunks).unwrap();
+        let stretches = self.heap.stretches(segment, &chunks);
         self.heap.back(segment, chunks.clone()).unwrap();
-        assert!(self.heap.back(segment, chunks).is_err(), "pages can not come twice");
+        assert!(self.heap.back(segment, chunks.clone()).is_err(), "pages can not come twice");
+        let mut at = chunks.start;
+        for (stretch, inside) in stretches {
+            assert_eq!(stretch.start, at, "stretches leave something out");
+            at = stretch.end;
+            let step = self.bundle_chunks.max(1) as usize;
+            for first in stretch.clone().step_by(step).filter(|_| inside && step > 1) {
+                let bundle = first..(first + step as u32).min(stretch.end);
+                let (base, bytes) = self.heap.chunk_span(segment, &bundle).unwrap();
+                let touched = self.live.iter().filter(|(_, s)| overlap(s, &(base..base + bytes))).count();
+                assert!(touched <= 1, "a bundle under two blocks");
+                self.heap.tie(segment, bundle.clone()).unwrap();
+                assert!(bundle.len() < 2 || self.heap.tie(segment, bundle.clone()).is_err(), "a bundle is tied once");
+                self.bundles.extend((bundle.len() > 1).then_some(base..base + bytes));
+            }
+        }
+        assert_eq!(at, chunks.end, "stretches leave something out");
         self.backed.extend((base..base + bytes).step_by(CHUNK as usize));
         // New pages: what a freed block had queued before its pages went is over.
         self.untouched(&(base..base + bytes));
@@ -329,6 +354,10 @@ impl Walk {
         for chunk in (base..base + bytes).step_by(CHUNK as usize) {
             assert!(self.backed.remove(&chunk), "a chunk without pages was given back");
         }
+        for bundle in self.bundles.iter().filter(|b| overlap(b, &(base..base + bytes))) {
+            assert!(base <= bundle.start && bundle.end <= base + bytes, "a part of {bundle:x?} was given back");
+        }
+        self.bundles.retain(|b| !overlap(b, &(base..base + bytes)));
         // Nothing touches pages that the host saw idle.
         self.untouched(&(base..base + bytes));
     }
@@ -385,7 +414,7 @@ impl Walk {
                 let claims = if slabs {
                     self.heap.claim_slabs(want_bytes, &usable)
                 } else {
-                    self.heap.claim_chunks(want_bytes, &(0..0), &usable)
+                    self.heap.claim_chunks(want_bytes, &(0..0), &usable, true)
                 };
                 if !slabs {
                     self.enough(&claims, want_bytes);
@@ -398,6 +427,10 @@ impl Walk {
                     for chunks in self.heap.chunks_inside(block) {
                         let segment = self.heap.block(block).unwrap().segment;
                         let (base, bytes) = self.heap.chunk_span(segment, &chunks).unwrap();
+                        for part in [chunks.start + 1..chunks.end, chunks.start..chunks.end - 1] {
+                            let whole = self.heap.whole(segment, part.clone()) == part;
+                            assert!(whole || self.heap.unback_used(block, part).is_err(), "a part of a bundle");
+                        }
                         self.heap.unback_used(block, chunks.clone()).unwrap();
                         assert!(self.heap.unback_used(block, chunks).is_err(), "pages can not go twice");
                         self.unbacked(base, bytes);
@@ -413,6 +446,7 @@ impl Walk {
                     assert!(self.heap.missing_chunks(block).is_empty());
                 }
             }
+            Step::Bundles { chunks } => self.bundle_chunks = chunks,
             Step::AddSlab { bytes } => {
                 let base = self.next_slab;
                 if let Ok(segment) = self.heap.add_segment(base, bytes) {
@@ -461,18 +495,32 @@ impl Walk {
         (!self.live.is_empty()).then(|| self.live[at % self.live.len()].clone())
     }
 
+    /// Chunks and bundles that could be claimed.
+    fn free_units(&self, claims: &[Claim]) -> Vec<Range<u64>> {
+        let private: Vec<_> = self.queued.iter().filter(|q| q.stream == PRIVATE).collect();
+        let single = |c: &u64| !self.bundles.iter().any(|b| b.contains(c));
+        let chunks = self.backed.iter().copied().filter(single).map(|c| c..c + CHUNK);
+        let free = |span: &Range<u64>| {
+            self.live.iter().all(|(_, s)| !overlap(s, span))
+                && self.claims.iter().chain(claims).all(|c| !overlap(&(c.base..c.base + c.bytes), span))
+                && private.iter().all(|q| !overlap(&q.span, span))
+        };
+        chunks.chain(self.bundles.iter().cloned()).filter(free).collect()
+    }
+
     /// A claim of chunks takes just enough, and all there is where that is too little.
     fn enough(&self, claims: &[Claim], want_bytes: u64) {
         let got: u64 = claims.iter().map(|c| c.bytes).sum();
-        assert!(got < want_bytes + CHUNK, "more was claimed than needed");
+        let left = self.free_units(claims);
         if got < want_bytes {
-            let private: Vec<_> = self.queued.iter().filter(|q| q.stream == PRIVATE).collect();
-            for (&chunk, span) in self.backed.iter().zip(self.backed.iter().map(|&c| c..c + CHUNK)) {
-                let free = self.live.iter().all(|(_, s)| !overlap(s, &span))
-                    && self.claims.iter().chain(claims).all(|c| !overlap(&(c.base..c.base + c.bytes), &span))
-                    && private.iter().all(|q| !overlap(&q.span, &span));
-                assert!(!free, "chunk {chunk:#x} is free but was not claimed");
-            }
+            assert!(left.is_empty(), "{left:x?} is free but was not claimed");
+        }
+        if got >= want_bytes + CHUNK {
+            let last = claims.last().unwrap();
+            let last = last.base..last.base + last.bytes;
+            assert!(self.bundles.contains(&last) && got - (last.end - last.start) < want_bytes, "more than needed");
+            let smaller = left.iter().find(|unit| unit.end - unit.start < last.end - last.start);
+            assert!(smaller.is_none(), "{smaller:x?} would have done instead of {last:x?}");
         }
     }
 
@@ -500,6 +548,16 @@ impl Walk {
 
     fn judge(&mut self) {
         self.heap.check().unwrap();
+        for bundle in &self.bundles {
+            let block = self.heap.find(bundle.start).unwrap();
+            let view = self.heap.block(block).unwrap();
+            let base = self.heap.segments().find(|s| s.key == view.segment).unwrap().base;
+            let chunks = ((bundle.start - base) / CHUNK) as u32..((bundle.end - base) / CHUNK) as u32;
+            assert!(
+                chunks.clone().all(|c| self.heap.bundle(view.segment, c) == chunks),
+                "bundle {bundle:x?} came apart"
+            );
+        }
         for (block, span) in &self.live {
             let view = self.heap.block(*block).unwrap();
             assert_eq!((view.base..view.base + view.bytes, view.state), (span.clone(), BlockState::Used));
