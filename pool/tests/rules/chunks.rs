@@ -431,7 +431,7 @@ fn random_owners_of_all_sizes_keep_their_bytes() {
         let mut live: Vec<(DeviceSlice<u8>, u8)> = Vec::new();
         let mut graphs = Vec::new();
         let (mut served, mut refused) = (0, 0);
-        for step in 0..600u32 {
+        for step in 0..350u32 {
             let purpose = Purpose::ALL[random(3)];
             match random(20) {
                 0..10 => {
@@ -482,7 +482,7 @@ fn random_owners_of_all_sizes_keep_their_bytes() {
             assert!(rig.pool.stats().reserved_bytes.current as usize <= limit);
             rig.pool.check().unwrap_or_else(|e| panic!("step {step}: {e}"));
         }
-        assert!(served > 100 && refused > 0, "{served} served, {refused} refused");
+        assert!(served > 60 && refused > 0, "{served} served, {refused} refused");
         assert!(live.iter().all(|(slice, value)| rig.stream.download(slice).unwrap().iter().all(|b| b == value)));
         drop((live, graphs));
         nothing_left(&rig);

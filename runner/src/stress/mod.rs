@@ -26,7 +26,7 @@ use evergraph_graphcache::{CacheConfig, CostTable, GraphCache};
 use evergraph_kernels::probe::Probe;
 use evergraph_pool::driver::host::{HostConfig, Live};
 use evergraph_pool::driver::{Driver, DynDriver, Faulty};
-use evergraph_pool::{Pool, PoolConfig, PoolError, PoolMode};
+use evergraph_pool::{ChunkClass, Pool, PoolConfig, PoolError, PoolMode};
 use parking_lot::Mutex;
 use serde::Serialize;
 
@@ -276,7 +276,14 @@ fn shared(options: &Options) -> Result<Shared, PoolError> {
     driver.set_logging(true);
     let dynamic: DynDriver = driver.clone();
     let probe = Probe::load(dynamic.clone())?;
-    let mut pool = PoolConfig::new(options.mode).chunk(chunk_bytes).smallest_slab(PAGE_BYTES * scale).slots(48);
+    let class =
+        |from, pages| ChunkClass { purpose: None, from_bytes: from * chunk_bytes, chunk_bytes: pages * chunk_bytes };
+    let mut pool = PoolConfig::new(options.mode)
+        .chunk(chunk_bytes)
+        // Chunks of several sizes in a pool that is always short.
+        .chunk_classes(&[class(2, 2), class(8, 4)])
+        .smallest_slab(PAGE_BYTES * scale)
+        .slots(48);
     let most_bytes = hardware.then_some(memory_bytes);
     pool.limit_bytes = most_bytes;
     let pool = Pool::new(dynamic, pool)?;
