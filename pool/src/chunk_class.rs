@@ -1,37 +1,37 @@
 //! How large a physical chunk is, by what it is for.
-//!
-//! Measured on an H200 (driver 580, medians, microseconds a call):
-//!
-//! | call | 2 MiB | 32 MiB | 256 MiB | 1 GiB |
-//! |---|---|---|---|---|
-//! | create | 14.5 | 14.3 | 32 | 50 |
-//! | map | 1.1 | 1.3 | 1.6 | 2.7 |
-//! | set access (a whole range) | 29 | 49 | 53 | 98 |
-//! | unmap | 19 | 28 | 28 | 43 |
-//! | release | 15 | 43 | 161 | 587 |
-//! | **create, map, unmap, release: a MiB** | **24.8** | **2.7** | **0.87** | **0.67** |
-//!
-//! So it is the calls that cost, not the bytes: 252 MiB are 126 chunks of 2 MiB and some 6 ms there and back, but 7 chunks
-//! of 32 MiB and a rest of 14 small ones, 1.3 ms. From 32 to 256 MiB there is another factor of three to be had, from there
-//! on hardly any.
-//!
-//! What a large chunk costs is freedom: it goes back, or under another range, as a whole, so one small block in it keeps
-//! all of it. Hence the table in [`ChunkClass::USUAL`]:
-//!
-//! | for | missing at one place | chunk |
-//! |---|---|---|
-//! | scratch, state | 64 MiB or more | 32 MiB |
-//! | weights (they come and go together) | 32 MiB or more | 32 MiB |
-//! | weights | 256 MiB or more | 256 MiB |
-//! | all else, and what is left over | | 2 MiB |
-//!
-//! and a chunk is never more than a sixteenth of what the pool may have at all, so that a small card, or a small limit, has
-//! small chunks. Nothing is rounded up: the rest of a request is in smaller chunks. Where the driver has no large chunk
-//! left, smaller ones are tried before the pool says that it is short.
 
 use crate::{PoolError, Purpose};
 
 /// A line of the table of chunk sizes (vmm): what is missing in one piece, and for what, says how large the chunks are.
+///
+/// Measured on an H200 (driver 580, medians, microseconds a call):
+///
+/// | call | 2 MiB | 32 MiB | 256 MiB | 1 GiB |
+/// |---|---|---|---|---|
+/// | create | 14.5 | 14.3 | 32 | 50 |
+/// | map | 1.1 | 1.3 | 1.6 | 2.7 |
+/// | set access (a whole range) | 29 | 49 | 53 | 98 |
+/// | unmap | 19 | 28 | 28 | 43 |
+/// | release | 15 | 43 | 161 | 587 |
+/// | **create, map, unmap, release: a MiB** | **24.8** | **2.7** | **0.87** | **0.67** |
+///
+/// So it is the calls that cost, not the bytes: 252 MiB are 126 chunks of 2 MiB and some 6 ms there and back, but 7 chunks
+/// of 32 MiB and a rest of 14 small ones, 1.3 ms. From 32 to 256 MiB there is another factor of three to be had, from there
+/// on hardly any.
+///
+/// What a large chunk costs is freedom: it goes back, or under another range, as a whole, so one small block in it keeps
+/// all of it. Hence the table in [`USUAL`](Self::USUAL):
+///
+/// | for | missing at one place | chunk |
+/// |---|---|---|
+/// | scratch, state | 64 MiB or more | 32 MiB |
+/// | weights (they come and go together) | 32 MiB or more | 32 MiB |
+/// | weights | 256 MiB or more | 256 MiB |
+/// | all else, and what is left over | | 2 MiB |
+///
+/// and a chunk is never more than a sixteenth of what the pool may have at all, so that a small card, or a small limit, has
+/// small chunks. Nothing is rounded up: the rest of a request is in smaller chunks. Where the driver has no large chunk
+/// left, smaller ones are tried before the pool says that it is short.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct ChunkClass {
     /// For this purpose; `None`: for all.

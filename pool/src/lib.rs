@@ -1,4 +1,7 @@
 //! A GPU memory pool whose allocations carry generation tokens.
+//!
+//! In the vmm mode physical memory comes in chunks of 2 MiB, and in larger ones where much is missing at one place: see
+//! [`ChunkClass`] for the table and what it costs.
 
 mod alloc;
 mod arena;

@@ -48,7 +48,7 @@ pub struct PoolStats {
     pub inactive_split_bytes: Stat,
     /// Number of live slices.
     pub allocations: Stat,
-    /// Number of segments (slabs, or mapped chunks).
+    /// Number of segments (slabs, or mapped chunks, small or large).
     pub segments: Stat,
     /// Allocations that had to take memory from somebody.
     pub num_alloc_retries: u64,

@@ -3,7 +3,8 @@
 //! Address space is plentiful, physical memory is not. Where no free block fits, the chunks that lie free elsewhere
 //! are taken from under their ranges and mapped where the request will be, and nothing goes back to the driver. A
 //! chunk is one physical handle and has one range at any time: the host waits for all streams that used it, it is unmapped,
-//! waits among the spare chunks, and is mapped anew. No token stands on free memory, so no graph notices.
+//! waits among the spare chunks, and is mapped anew. No token stands on free memory, so no graph notices. A large chunk moves
+//! as a whole; one that fits nowhere is given back for smaller ones (see `bundles.rs`).
 //!
 //! Taken from: whatever is free, when the pool may not grow ([`Shared::gather`]); and, while it may, only what is idle as
 //! the host saw it ([`Shared::gather_idle`]). The second kind keeps the peak low, at the price of an unmap for a create.

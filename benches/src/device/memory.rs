@@ -1,10 +1,11 @@
-//! Memory: an allocation and its drop, churns, reuse across streams.
+//! Memory: an allocation and its drop, large blocks there and back, churns, reuse across streams.
 //!
 //! `rivals/rivals.cpp` does the same work with other allocators; sizes, seeds, batches and what is timed must stay alike.
 
 use std::hint::black_box;
+use std::time::Instant;
 
-use evergraph_pool::{Pool, PoolConfig, Stream};
+use evergraph_pool::{Content, Pool, PoolConfig, Purpose, Stream};
 
 use super::{Effort, Error, Report, Rig};
 use crate::churn::Churn;
@@ -19,6 +20,7 @@ const STEPS: usize = 200_000;
 const WORN: usize = 100_000;
 const BATCH: u32 = 200;
 const SHARED_BYTES: usize = 2 << 20;
+const LARGE: [(&str, usize); 2] = [("252 MiB", 252 << 20), ("1 GiB", 1 << 30)];
 
 /// All of it.
 ///
@@ -26,6 +28,7 @@ const SHARED_BYTES: usize = 2 << 20;
 /// Those of the pool and the driver.
 pub fn measure(rig: &Rig, effort: Effort, report: &mut Report) -> Result<(), Error> {
     pairs(rig, effort, report)?;
+    large(rig, effort, report)?;
     across(rig, effort, report)?;
     churns(rig, effort, report)
 }
@@ -43,6 +46,43 @@ fn pairs(rig: &Rig, effort: Effort, report: &mut Report) -> Result<(), Error> {
         }
         report.add("alloc + free", name, WHO, "ns", &samples);
         drop(other);
+    }
+    Ok(())
+}
+
+/// A large block with pages from the driver, and pages away and back under the same addresses, as a remap has it: with
+/// chunks of 2 MiB alone, and with larger ones by the table.
+fn large(rig: &Rig, effort: Effort, report: &mut Report) -> Result<(), Error> {
+    let us = |start: Instant| start.elapsed().as_secs_f64() * 1e6;
+    for (chunks, config) in [("2 MiB", PoolConfig::vmm().chunk_classes(&[])), ("by the table", PoolConfig::vmm())] {
+        let pool = Pool::new(rig.driver.clone(), config)?;
+        for ((size, bytes), purpose) in
+            LARGE.into_iter().flat_map(|large| [(large, Purpose::Scratch), (large, Purpose::Weight)])
+        {
+            let mut samples: [Vec<f64>; 4] = Default::default();
+            for _ in 0..effort.rounds(100) {
+                rig.settle()?;
+                let start = Instant::now();
+                let slice = pool.alloc_for::<u8>(bytes, purpose, &rig.stream)?;
+                samples[0].push(us(start));
+                let start = Instant::now();
+                pool.sleep(Content::Drop, &[purpose])?;
+                samples[1].push(us(start));
+                let start = Instant::now();
+                pool.wake(&[purpose])?;
+                samples[2].push(us(start));
+                drop(slice);
+                let start = Instant::now();
+                pool.trim_to(0)?;
+                samples[3].push(us(start));
+            }
+            let case = format!("{size}, {purpose:?}, chunks: {chunks}");
+            for (what, samples) in
+                ["alloc with new pages", "sleep, bytes dropped", "wake", "give back"].iter().zip(&samples)
+            {
+                report.add(what, &case, WHO, "µs", samples);
+            }
+        }
     }
     Ok(())
 }

@@ -7,7 +7,7 @@
 //! | word | meaning here |
 //! |---|---|
 //! | segment | an address range that the pool owns: a slab (all of it backed) or a reserved range (backed chunk by chunk) |
-//! | chunk | one physical handle's worth of a reserved range. Kept apart from blocks: a bit per chunk says whether pages are there, so that stitching and growable slices can move pages without touching the tiling |
+//! | chunk | the least that one physical handle backs of a reserved range. Kept apart from blocks: a bit per chunk says whether pages are there, so that stitching and growable slices can move pages without touching the tiling |
 //! | bundle | neighbouring chunks behind one larger physical handle: they go together or not at all; see [`bundles`] |
 //! | block | a piece of a segment. Blocks tile a segment without gaps: free, used, claimed (on its way back to the driver) or unbacked |
 //! | uses | the streams whose queued work may still touch a free block |
