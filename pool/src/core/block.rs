@@ -147,11 +147,13 @@ impl Chunks {
         if tied && self.tied.is_empty() {
             self.tied = vec![0; self.backed.len()];
         }
-        let from = chunks.start + u32::from(tied);
-        for chunk in from..chunks.end {
-            let Some(word) = self.tied.get_mut(chunk as usize / 64) else { return };
-            let bit = 1 << (chunk % 64);
-            *word = if tied { *word | bit } else { *word & !bit };
+        let mut from = chunks.start + u32::from(tied);
+        while from < chunks.end {
+            let Some(word) = self.tied.get_mut(from as usize / 64) else { return };
+            let to = chunks.end.min((from / 64 + 1) * 64);
+            let bits = (u64::MAX >> (64 - (to - from))) << (from % 64);
+            *word = if tied { *word | bits } else { *word & !bits };
+            from = to;
         }
     }
 
