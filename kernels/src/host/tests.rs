@@ -1,3 +1,5 @@
+#![allow(clippy::unwrap_used)]
+
 use std::sync::Arc;
 
 use evergraph_pool::driver::{DeviceOrdinal, DevicePtr};

@@ -351,3 +351,6 @@ impl Drop for HostSide {
         let _ = self.runtime.stream().synchronize();
     }
 }
+
+#[cfg(test)]
+mod tests;
