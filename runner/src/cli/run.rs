@@ -78,7 +78,7 @@ pub(super) fn run(flags: &Flags, out: &mut Output) -> Result<()> {
     let start = Instant::now();
     let file = Arc::new(flags.model.open()?);
     // A file without a tokenizer still runs on token ids.
-    let tokenizer = if flags.tokens.is_some() && file.get("tokenizer.ggml.model").is_none() {
+    let tokenizer = if flags.tokens.is_some() && !Tokenizer::is_in(&file)? {
         None
     } else {
         Some(Tokenizer::from_gguf(&file)?)

@@ -164,6 +164,9 @@ impl Model {
     /// Writes the keys of the architecture.
     pub(super) fn metadata(&self, layers: usize, writer: &mut Writer) {
         let key = |name: &str| format!("{}.{name}", self.architecture);
+        // llama.cpp reads a file without a tokenizer only if that is said.
+        writer.put("tokenizer.ggml.model", "no_vocab");
+        writer.put(key("vocab_size"), VOCABULARY as u32);
         writer.put(key("context_length"), self.context);
         writer.put(key("embedding_length"), self.width as u32);
         writer.put(key("block_count"), layers as u32);

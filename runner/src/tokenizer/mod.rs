@@ -79,15 +79,28 @@ const END_TEXTS: &[&str] = &[
     "</s>",
 ];
 
+/// The key that says which kind of tokenizer a file has.
+const MODEL: &str = "tokenizer.ggml.model";
+
+/// What stands there in files that have none.
+const NONE: [&str; 2] = ["no_vocab", "none"];
+
 impl Tokenizer {
+    /// Whether a file has a tokenizer at all. Some say that they have none.
+    ///
+    /// # Errors
+    /// [`Error::Metadata`] if what is there is no text.
+    pub fn is_in(file: &Gguf) -> Result<bool> {
+        Ok(file.get_str(MODEL)?.is_some_and(|kind| !NONE.contains(&kind)))
+    }
+
     /// Builds the tokenizer that a file describes.
     ///
     /// # Errors
     /// [`Error::Metadata`] if the description does not hold together, [`Error::Unsupported`] for kinds that
     /// are not there yet.
     pub fn from_gguf(file: &Gguf) -> Result<Self> {
-        let key = "tokenizer.ggml.model";
-        let kind = file.get_str(key)?.ok_or_else(|| Error::metadata(key, "a tokenizer", "no such key"))?;
+        let kind = file.get_str(MODEL)?.ok_or_else(|| Error::metadata(MODEL, "a tokenizer", "no such key"))?;
         let flag = |name: &str, default: bool| {
             Ok::<_, Error>(file.get_bool(&format!("tokenizer.ggml.{name}"))?.unwrap_or(default))
         };
@@ -99,6 +112,7 @@ impl Tokenizer {
                 add_bos = true;
                 Rule::List(Arc::new(Merges::from_gguf(file)?))
             }
+            none if NONE.contains(&none) => return Err(Error::metadata(MODEL, "a tokenizer", none)),
             other => {
                 return Err(Error::Unsupported {
                     what: "this kind of tokenizer (tokenizer.ggml.model)",
