@@ -65,6 +65,25 @@ impl Shape {
         t.strided(&[self.tokens, self.heads, self.d], &values, self.gap, 2 * self.gap)
     }
 
+    fn scores(self, name: &str) -> Case {
+        Case::new("attention_scores", name, 2e-6, move |t| {
+            let (q, k, positions) = (self.queries(t)?, self.cache(t, self.d)?, self.positions(t)?);
+            let scores = t.strided_output(&[self.tokens, self.heads, self.capacity()], self.gap, 2 * self.gap)?;
+            let Self { window, softcap, ring, .. } = self;
+            Ok(Box::new(AttentionScores { q, k, positions, scores, scale: 0.3, window, softcap, ring }))
+        })
+    }
+
+    fn values(self, name: &str) -> Case {
+        Case::new("attention_values", name, 2e-6, move |t| {
+            let weights = t.random(self.tokens * self.heads * self.capacity());
+            let p = t.strided(&[self.tokens, self.heads, self.capacity()], &weights, self.gap, self.gap)?;
+            let (v, positions) = (self.cache(t, self.dv)?, self.positions(t)?);
+            let out = t.strided_output(&[self.tokens, self.heads, self.dv], 2 * self.gap, 3 * self.gap)?;
+            Ok(Box::new(AttentionValues { p, v, positions, out, window: self.window, ring: self.ring }))
+        })
+    }
+
     fn case(self, name: &str) -> Case {
         let visible = |t: usize| (self.past + t + 1).min(self.window.map_or(usize::MAX, |w| w as usize));
         // Rows that are read at least once, and queries and results.
@@ -135,29 +154,40 @@ pub(super) fn cases() -> Vec<Case> {
         let (window, softcap, sinks, ring) = (None, None, None, false);
         Ok(Box::new(Attention { q, k, v, positions, out, scale: 40.0, window, softcap, sinks, ring }))
     }));
-    for shape in [
+    let few = [
         PLAIN,
+        Shape { past: 0, heads: 4, ..PLAIN },
+        Shape { past: 333, heads: 2, d: 512, dv: 512, ty: QuantType::BF16, softcap: Some(1.5), ..PLAIN },
         Shape { past: 200, tokens: 3, window: Some(50), gap: 3, ty: QuantType::F32, ..PLAIN },
-        Shape { tokens: 2, d: 7, dv: 5, ty: QuantType::BF16, ..PLAIN },
-    ] {
-        let name = format!("{} {} tokens", shape.ty, shape.tokens);
-        list.push(Case::new("attention_scores", &name, 2e-6, move |t| {
-            let (q, k, positions) = (shape.queries(t)?, shape.cache(t, shape.d)?, shape.positions(t)?);
-            let scores = t.strided_output(&[shape.tokens, shape.heads, shape.capacity()], 1, 2)?;
-            Ok(Box::new(AttentionScores { q, k, positions, scores, scale: 0.3, window: shape.window }))
-        }));
-        list.push(Case::new("attention_values", &name, 1e-6, move |t| {
-            let used = shape.past + shape.tokens;
-            let mut p = t.random(shape.tokens * shape.heads * shape.capacity());
-            for row in p.chunks_exact_mut(shape.capacity()) {
-                row[used..].fill(0.0);
-            }
-            let p = t.strided(&[shape.tokens, shape.heads, shape.capacity()], &p, 1, 1)?;
-            let v = shape.cache(t, shape.dv)?;
-            let out = t.strided_output(&[shape.tokens, shape.heads, shape.dv], 2, 3)?;
-            Ok(Box::new(AttentionValues { p, v, out }))
-        }));
+        Shape { past: 200, tokens: 2, heads: 3, kv_heads: 3, window: Some(130), ring: true, ..PLAIN },
+        Shape { past: 9, tokens: 2, heads: 20, kv_heads: 2, d: 7, dv: 5, ty: QuantType::BF16, ..PLAIN },
+        Shape { past: 5, tokens: 2, window: Some(16), ring: true, gap: 8, d: 600, dv: 24, ..PLAIN },
+    ];
+    let many = [
+        Shape { past: 70, tokens: 20, ..PLAIN },
+        Shape { past: 0, tokens: 70, heads: 2, kv_heads: 1, d: 40, dv: 72, ty: QuantType::F32, ..PLAIN },
+        Shape { past: 130, tokens: 9, heads: 16, window: Some(60), softcap: Some(2.0), gap: 1, ..PLAIN },
+        Shape { past: 300, tokens: 33, heads: 3, kv_heads: 3, window: Some(100), ring: true, ..PLAIN },
+        Shape { past: 3, tokens: 40, heads: 4, window: Some(90), ring: true, ty: QuantType::BF16, ..PLAIN },
+        Shape { past: 60, tokens: 17, d: 7, dv: 5, heads: 4, ty: QuantType::BF16, ..PLAIN },
+    ];
+    for shape in few.into_iter().chain(many) {
+        let ring = if shape.ring { " in a ring" } else { "" };
+        let name = format!("{} {} tokens after {}{ring}", shape.ty, shape.tokens, shape.past);
+        list.push(shape.scores(&name));
+        list.push(shape.values(&name));
     }
+    let deep = Shape { past: 16384, tokens: 512, heads: 16, d: 512, dv: 512, ..PLAIN };
+    for (name, shape) in [("decode after 16384", Shape { tokens: 1, ..deep }), ("prompt of 512 after 16384", deep)] {
+        list.push(shape.scores(name).large());
+        list.push(shape.values(name).large());
+    }
+    list.push(Case::new("attention_values", "weights of rows that are not seen", 2e-6, |t| {
+        let shape = Shape { past: 300, tokens: 6, heads: 4, ..PLAIN };
+        let (p, v) = (t.noise(&[6, 4, shape.capacity()])?, shape.cache(t, shape.dv)?);
+        let (positions, out) = (t.ints(&[6], &[305, 0, 129, 128, 3, 260])?, t.output(&[6, 4, 64])?);
+        Ok(Box::new(AttentionValues { p, v, positions, out, window: Some(100), ring: false }))
+    }));
     for [tokens, heads, columns] in [[1, 1, 1], [2, 3, 7], [1, 4, 5000], [9, 2, 300]] {
         list.push(Case::new("soft_max", format!("{tokens}x{heads}x{columns}"), 2e-6, move |t| {
             let mut x: Vec<f32> = t.random(tokens * heads * columns).iter().map(|x| 20.0 * x).collect();

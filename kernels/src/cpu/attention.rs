@@ -12,7 +12,8 @@ use std::ops::Range;
 use evergraph_pool::driver::host::KernelContext;
 use evergraph_pool::driver::{DevicePtr, Fault};
 
-use self::span::{BLOCK, LANES, Queries, Room};
+pub(super) use self::span::{BLOCK, LANES, dots, weigh};
+use self::span::{Queries, Room};
 use super::math::exp;
 use super::parallel;
 use super::simd::{Level, fma, per_level};
@@ -20,7 +21,7 @@ use super::span::{Reader, Rows, load};
 use crate::quant::{QuantType, decode_body};
 
 /// Keys in a span.
-const SPAN: usize = 256;
+pub(super) const SPAN: usize = 256;
 
 /// Queries that are taken together, about.
 const QUERIES: usize = 32;

@@ -32,5 +32,5 @@ pub const SOURCES: &[Source] = sources![
 /// Every header that they may include, by the name under which they do. Nothing else can be included.
 pub(super) const HEADERS: &[(&str, &str)] = headers![
     "activations.cuh" "cache.cuh" "codes.cuh" "common.cuh" "copy_async.cuh" "elementwise.cuh" "expert_matvec.cuh" "greatest.cuh"
-    "grids.cuh" "matvec.cuh" "matvec_floats.cuh" "quant.cuh" "tiles.cuh"
+    "grids.cuh" "matvec.cuh" "matvec_floats.cuh" "quant.cuh" "sight.cuh" "tiles.cuh"
 ];

@@ -77,16 +77,7 @@ impl Op for Attention {
         check.parameter(self.scale.is_finite(), "scale", self.scale, "finite")?;
         check.parameter(self.window != Some(0), "window", self.window, "at least 1")?;
         check.parameter(self.softcap.is_none_or(|c| c.is_finite() && c > 0.0), "softcap", self.softcap, "positive")?;
-        if self.ring {
-            let Some(window) = self.window else {
-                return check.parameter(false, "window", self.window, "given for a ring");
-            };
-            let needed = (window as usize).saturating_add(tokens - 1);
-            if self.k.dim(0) < needed {
-                return Err(check.bad_shape("k", &self.k, format!("at least {needed} rows (window + T - 1)")));
-            }
-        }
-        Ok(())
+        check.ring("k", &self.k, self.ring, self.window, tokens)
     }
 
     fn call(&self) -> Call {

@@ -1,16 +1,18 @@
 //! The first third of attention without fusion: scores, written out.
 
+use evergraph_pool::driver::DeviceInfo;
+
 use super::check::Check;
 use super::kv_store::CACHE_TYPES;
-use super::{Call, Op, TensorView};
+use super::{Call, Launches, Op, TensorView};
 use crate::KernelError;
 
 /// `scores[t, h, c] = scale * q[t, h] k[c, h / (H / Hkv)]` for every row the query may see, `-inf` for the others.
 ///
-/// Query `t` at position `p = positions[t]` sees the rows `max(0, p - window + 1) ..= p`. Followed by
-/// [`SoftMax`](super::SoftMax) and [`AttentionValues`](super::AttentionValues) this is
-/// [`Attention`](super::Attention) with its scores in memory: scratch that grows with tokens × heads × capacity.
-/// A position outside the cache is a fault.
+/// Query `t` at position `p = positions[t]` sees the rows of the positions `max(0, p - window + 1) ..= p`; others are not
+/// read. Followed by [`SoftMax`](super::SoftMax) and [`AttentionValues`](super::AttentionValues) this is
+/// [`Attention`](super::Attention) with its scores in memory: scratch that grows with tokens × heads × capacity. A view of
+/// the first rows of a cache is a cache of that capacity. A position outside the cache is a fault.
 #[derive(Clone, Debug)]
 pub struct AttentionScores {
     /// `[T, H, d]` F32.
@@ -25,6 +27,10 @@ pub struct AttentionScores {
     pub scale: f32,
     /// Sliding window in tokens, the query's own included; none means all before.
     pub window: Option<u32>,
+    /// `c * tanh(score / c)` on scaled scores.
+    pub softcap: Option<f32>,
+    /// Whether position `p` is in row `p mod C`; then `C >= window + T - 1`.
+    pub ring: bool,
 }
 
 impl Op for AttentionScores {
@@ -57,7 +63,13 @@ impl Op for AttentionScores {
         check.shape("scores", &self.scores, &[tokens, heads, self.k.dim(0)])?;
         check.apart("scores", &self.scores, &[("q", &self.q), ("k", &self.k), ("positions", &self.positions)])?;
         check.parameter(self.scale.is_finite(), "scale", self.scale, "finite")?;
-        check.parameter(self.window != Some(0), "window", self.window, "at least 1")
+        check.parameter(self.window != Some(0), "window", self.window, "at least 1")?;
+        check.parameter(self.softcap.is_none_or(|c| c.is_finite() && c > 0.0), "softcap", self.softcap, "positive")?;
+        check.ring("k", &self.k, self.ring, self.window, tokens)
+    }
+
+    fn launches(&self, device: &DeviceInfo) -> Launches {
+        if device.backend == "cuda" { crate::cuda::launch::attention_scores(self) } else { super::single(self) }
     }
 
     fn call(&self) -> Call {
@@ -79,6 +91,8 @@ impl Op for AttentionScores {
             .dim(self.q.dim(2))
             .dim(self.k.dim(0))
             .dim(self.window.unwrap_or(0) as usize)
+            .dim(usize::from(self.ring))
             .float(self.scale)
+            .float(self.softcap.unwrap_or(0.0))
     }
 }

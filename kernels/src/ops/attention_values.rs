@@ -1,20 +1,30 @@
 //! The last third of attention without fusion: the weighted sum of the values.
 
+use evergraph_pool::driver::DeviceInfo;
+
 use super::check::Check;
 use super::kv_store::CACHE_TYPES;
-use super::{Call, Op, TensorView};
+use super::{Call, Launches, Op, TensorView};
 use crate::KernelError;
 
-/// `out[t, h] = sum over c of p[t, h, c] * v[c, h / (H / Hkv)]`, summed in the order of c. Rows with a weight of 0 are
-/// not read, so what lies beyond the filled part of the cache does not matter.
+/// `out[t, h] = sum over c of p[t, h, c] * v[c, h / (H / Hkv)]`, over the rows that query `t` sees. Its weights of others do
+/// not matter, nor does what lies in rows that it does not see. A position outside the cache is a fault.
+///
+/// What a query sees is as for [`AttentionScores`](super::AttentionScores).
 #[derive(Clone, Debug)]
 pub struct AttentionValues {
     /// `[T, H, C]` F32.
     pub p: TensorView,
     /// `[C, Hkv, dv]` F32, F16 or BF16.
     pub v: TensorView,
+    /// `[T]` I32, in device memory.
+    pub positions: TensorView,
     /// `[T, H, dv]` F32.
     pub out: TensorView,
+    /// Sliding window in tokens, the query's own included; none means all before.
+    pub window: Option<u32>,
+    /// Whether position `p` is in row `p mod C`; then `C >= window + T - 1`.
+    pub ring: bool,
 }
 
 impl Op for AttentionValues {
@@ -23,7 +33,7 @@ impl Op for AttentionValues {
     }
 
     fn reads(&self) -> Vec<&TensorView> {
-        vec![&self.p, &self.v]
+        vec![&self.p, &self.v, &self.positions]
     }
 
     fn writes(&self) -> Vec<&TensorView> {
@@ -43,7 +53,15 @@ impl Op for AttentionValues {
         }
         check.f32("out", &self.out)?;
         check.shape("out", &self.out, &[tokens, heads, self.v.dim(2)])?;
-        check.apart("out", &self.out, &[("p", &self.p), ("v", &self.v)])
+        check.i32("positions", &self.positions)?;
+        check.shape("positions", &self.positions, &[tokens])?;
+        check.apart("out", &self.out, &[("p", &self.p), ("v", &self.v), ("positions", &self.positions)])?;
+        check.parameter(self.window != Some(0), "window", self.window, "at least 1")?;
+        check.ring("v", &self.v, self.ring, self.window, tokens)
+    }
+
+    fn launches(&self, device: &DeviceInfo) -> Launches {
+        if device.backend == "cuda" { crate::cuda::launch::attention_values(self) } else { super::single(self) }
     }
 
     fn call(&self) -> Call {
@@ -55,6 +73,7 @@ impl Op for AttentionValues {
             .stride(&self.v, 0)
             .stride(&self.v, 1)
             .ty(&self.v)
+            .view(&self.positions)
             .view(&self.out)
             .stride(&self.out, 0)
             .stride(&self.out, 1)
@@ -63,5 +82,7 @@ impl Op for AttentionValues {
             .dim(self.v.dim(1))
             .dim(self.v.dim(2))
             .dim(self.p.dim(2))
+            .dim(self.window.unwrap_or(0) as usize)
+            .dim(usize::from(self.ring))
     }
 }

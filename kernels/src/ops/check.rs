@@ -168,6 +168,28 @@ impl Check {
         if written.same_place(other) { Ok(()) } else { self.apart(role, written, &[(other_role, other)]) }
     }
 
+    /// A cache that is a ring keeps all that `tokens` queries see.
+    pub(super) fn ring(
+        &self,
+        role: &str,
+        cache: &TensorView,
+        ring: bool,
+        window: Option<u32>,
+        tokens: usize,
+    ) -> Result<(), KernelError> {
+        if !ring {
+            return Ok(());
+        }
+        let Some(window) = window else {
+            return self.parameter(false, "window", window, "given for a ring");
+        };
+        let needed = (window as usize).saturating_add(tokens - 1);
+        if cache.dim(0) >= needed {
+            return Ok(());
+        }
+        Err(self.bad_shape(role, cache, format!("at least {needed} rows (window + T - 1)")))
+    }
+
     /// A scalar condition.
     pub(super) fn parameter(
         &self,

@@ -206,9 +206,18 @@ fn attention(
             scores: scores.clone(),
             scale,
             window: None,
+            softcap: None,
+            ring: false,
         })?;
         plan.push(SoftMax { x: scores.clone(), out: scores.clone() })?;
-        plan.push(AttentionValues { p: scores, v: wide_v.view.clone(), out: mixed.view.clone() })?;
+        plan.push(AttentionValues {
+            p: scores,
+            v: wide_v.view.clone(),
+            positions: positions.clone(),
+            out: mixed.view.clone(),
+            window: None,
+            ring: false,
+        })?;
         bench.launch(&plan)?;
     }
 

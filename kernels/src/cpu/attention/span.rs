@@ -10,13 +10,13 @@ use crate::cpu::math::{exp, greatest, sum};
 use crate::cpu::simd::{fma, per_level};
 
 /// Queries and keys of a block.
-pub(super) const BLOCK: usize = 4;
+pub(in crate::cpu) const BLOCK: usize = 4;
 
 /// Keys that are widened at a time: a multiple of [`BLOCK`].
 const KEYS: usize = 16;
 
 /// Lanes that a score is summed in; rows of keys, queries and values are filled up with zeros to a multiple of it.
-pub(super) const LANES: usize = 16;
+pub(in crate::cpu) const LANES: usize = 16;
 
 /// The queries of some tokens, all heads that share keys.
 pub(super) struct Queries<'a> {
@@ -123,7 +123,7 @@ fn partial_body<const L: u8>(cache: &Cache, queries: &Queries<'_>, score: Score,
 
 /// The dot products of four rows with four, `d` long.
 #[inline(always)]
-fn dots<const L: u8>(a: &[f32], b: &[f32], d: usize) -> [[f32; BLOCK]; BLOCK] {
+pub(in crate::cpu) fn dots<const L: u8>(a: &[f32], b: &[f32], d: usize) -> [[f32; BLOCK]; BLOCK] {
     assert!(a.len() == BLOCK * d && b.len() == BLOCK * d && d.is_multiple_of(LANES));
     #[cfg(target_arch = "x86_64")]
     if L == 2 {
@@ -152,7 +152,7 @@ fn dots<const L: u8>(a: &[f32], b: &[f32], d: usize) -> [[f32; BLOCK]; BLOCK] {
 
 /// `out[q] += sum of scores[q][at + k] * values[k]` for four queries, key after key.
 #[inline(always)]
-fn weigh<const L: u8>(scores: &[f32], at: usize, values: &[f32], dv: usize, out: &mut [f32]) {
+pub(in crate::cpu) fn weigh<const L: u8>(scores: &[f32], at: usize, values: &[f32], dv: usize, out: &mut [f32]) {
     let keys = values.len() / dv;
     assert!(scores.len() == BLOCK * super::SPAN && at + keys <= super::SPAN);
     assert!(out.len() == BLOCK * dv && values.len() == keys * dv && dv.is_multiple_of(LANES));

@@ -3,11 +3,13 @@
 //! Only ops whose CUDA bodies come in variants (by weight type, by number of tokens) have a file here; the others
 //! launch the kernel of their name with the grid of [`Op::call`](crate::ops::Op::call).
 
+mod attention;
 mod library;
 mod matvec;
 mod product;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use attention::{attention_scores, attention_values};
 pub(crate) use library::library_product;
 pub(crate) use product::{expert_matmul, matmul, quantize};
