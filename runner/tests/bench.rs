@@ -121,7 +121,6 @@ fn what_can_not_be_measured_is_said_and_nothing_is() {
         (&["-cmoe", "-ncmoe", "4"], "cannot be used with"),
         (&["-ot", "exps=moon"], "-ot: expected PATTERN=CPU"),
         (&["-ot", "exps"], "is not PATTERN=DEVICE"),
-        (&["-fa", "0"], "-fa: expected on or auto"),
         (&["-fa", "maybe"], "is not on, off or auto"),
         (&["-sm", "row"], "-sm: expected none or layer"),
         (&["-sm", "diagonal"], "is not none, layer, row or tensor"),

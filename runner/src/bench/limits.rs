@@ -1,6 +1,6 @@
 //! What of llama-bench's parameters the engine can do. What it can not is refused, rather than something else measured.
 
-use super::parameters::{FlashAttn, Placement, Row, SequenceParameters, SplitMode, kv_name};
+use super::parameters::{Placement, Row, SequenceParameters, SplitMode, kv_name};
 use crate::error::{Error, Result};
 use crate::placement::{self, Home, Names, Rule};
 
@@ -51,9 +51,6 @@ impl Placement {
 
 impl SequenceParameters {
     fn check(&self) -> Result<()> {
-        if self.flash_attn == FlashAttn::Off {
-            return Err(Error::argument("-fa", "on or auto", "off"));
-        }
         if self.type_k != self.type_v {
             let found = format!("-ctk {} with -ctv {}", kv_name(self.type_k), kv_name(self.type_v));
             return Err(Error::argument("-ctk and -ctv", "the same type for both (f16, bf16 or f32)", found));

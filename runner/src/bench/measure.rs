@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::parameters::Row;
+use super::parameters::{FlashAttn, Row};
 use super::{Settings, Stage};
 use crate::engine::{Mark, Runtime, Session, SessionConfig};
 use crate::error::Result;
@@ -207,6 +207,7 @@ pub(super) fn measure(
         kv: (sequence.type_k, sequence.type_v),
         stream_experts: settings.stream_experts,
         device_experts: settings.device_experts,
+        flash_attention: sequence.flash_attn != FlashAttn::Off,
         ..SessionConfig::default()
     };
     let ids = Ids { state: settings.seed, vocabulary: model.vocabulary.max(1) as u64 };

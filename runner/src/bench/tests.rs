@@ -89,7 +89,6 @@ fn what_the_engine_can_not_do_is_refused_before_anything_runs() {
         ("-mg", Lists { main_gpus: vec![1], ..base() }),
         ("-ts", Lists { tensor_splits: vec![TensorSplit::parse("1/1").unwrap()], ..base() }),
         ("-ot", Lists { overrides: vec!["exps=moon".to_owned()], ..base() }),
-        ("-fa", Lists { flash_attn: vec![FlashAttn::Off], ..base() }),
         ("-ctk", Lists { types_k: vec![KvType::F16, KvType::F32], ..base() }),
     ];
     for (flag, lists) in cases {

@@ -11,6 +11,7 @@ use super::device::choose;
 use super::output::say;
 use super::placement::{HostWorkChoice, PlacementFlags};
 use super::size::{format_size, parse_size};
+use crate::bench::FlashAttn;
 use crate::engine::{ActType, KvType, PoolConfig, PoolMode, Runtime, RuntimeConfig, SessionConfig};
 use crate::error::{Error, Result};
 use crate::gguf::Gguf;
@@ -156,9 +157,9 @@ pub(super) struct EngineFlags {
     act: ActChoice,
     #[command(flatten)]
     placement: PlacementFlags,
-    /// Flash attention: always on (also -fa)
-    #[arg(long = "flash-attn", value_name = "on|off|auto", default_value = "auto", num_args = 0..=1, default_missing_value = "on")]
-    flash_attn: String,
+    /// Flash attention: off writes scores out, in scratch that grows with the text; auto is on (also -fa)
+    #[arg(long = "flash-attn", value_name = "on|off|auto", default_value = "auto", num_args = 0..=1, default_missing_value = "on", value_parser = FlashAttn::parse)]
+    flash_attn: FlashAttn,
 }
 
 impl EngineFlags {
@@ -171,12 +172,7 @@ impl EngineFlags {
             let found = format!("-ctk {} with -ctv {}", self.cache_type_k.name(), self.cache_type_v.name());
             return missing("caching keys and values in different types", &found, "the same type for both");
         }
-        self.placement.placement()?;
-        match self.flash_attn.as_str() {
-            "on" | "auto" | "1" => Ok(()),
-            "off" | "0" => missing("attention by separate products", "-fa off", "-fa on"),
-            text => Err(Error::argument("-fa", "on, off or auto", text)),
-        }
+        self.placement.placement().map(|_| ())
     }
 
     /// Takes the device that these flags are for and says which.
@@ -197,6 +193,7 @@ impl EngineFlags {
             context: self.context.filter(|&context| context > 0).map(|context| context as usize).or(context),
             ubatch: self.ubatch.map_or(ubatch, |ubatch| ubatch as usize).min(self.batch as usize),
             kv: (self.cache_type_k.into(), self.cache_type_v.into()),
+            flash_attention: self.flash_attn != FlashAttn::Off,
             stream_experts: self.placement.stream_experts(),
             device_experts: self.placement.device_experts(),
             ..SessionConfig::default()
@@ -213,6 +210,7 @@ impl EngineFlags {
             "act": self.act.name(),
             "cache_type_k": self.cache_type_k.name(),
             "cache_type_v": self.cache_type_v.name(),
+            "flash_attention": self.flash_attn != FlashAttn::Off,
             "graphs": runtime.config().graphs,
         })
     }
@@ -220,7 +218,8 @@ impl EngineFlags {
     /// The same for people.
     fn describe(&self) -> String {
         let (act, keys, values) = (self.act.name(), self.cache_type_k.name(), self.cache_type_v.name());
-        format!("activations: {act}; cache: {keys} keys, {values} values")
+        let scores = if self.flash_attn == FlashAttn::Off { "; attention: scores written out" } else { "" };
+        format!("activations: {act}; cache: {keys} keys, {values} values{scores}")
     }
 }
 

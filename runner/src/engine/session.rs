@@ -51,6 +51,9 @@ pub struct SessionConfig {
     pub kv: (KvType, KvType),
     /// Rows of logits made at a time, where logits of many positions are asked for.
     pub logit_rows: usize,
+    /// Whether attention is one kernel that keeps no scores. Else they are written out, in scratch that grows with the text, and a step
+    /// is another graph for each 256 tokens of it.
+    pub flash_attention: bool,
     /// Tokens in a step from which on experts that stay on the host are copied to the device for it, rather than done on the host.
     /// None means as many as is best, if there is room for them.
     pub stream_experts: Option<usize>,
@@ -68,6 +71,7 @@ impl Default for SessionConfig {
             ubatch: 512,
             kv: (KvType::F16, KvType::F16),
             logit_rows: 1,
+            flash_attention: true,
             stream_experts: None,
             device_experts: None,
             taps: false,
@@ -79,7 +83,8 @@ impl Default for SessionConfig {
 ///
 /// # Reuse and capture
 /// What changes from token to token (the token, its position, the sampling state) lies in device memory at
-/// fixed addresses, so that every decode step is the same graph.
+/// fixed addresses, so that every decode step is the same graph; without [flash attention](SessionConfig::flash_attention), the
+/// same for 256 tokens.
 #[derive(Debug)]
 pub struct Session {
     runtime: Arc<Runtime>,
@@ -219,6 +224,7 @@ impl Session {
                 .collect::<Result<_>>()?,
         };
         let cache = KvCache::new(runs, &model.blocks, context, ubatch, config.kv)?;
+        let cache = cache.with_scores_written(!config.flash_attention);
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
         let streamed = config.stream_experts.filter(|_| model.weights.host_is_registered());
         let streamed = match config.stream_experts {
@@ -391,7 +397,8 @@ impl Session {
         let positions: Vec<i32> = (self.taken..self.taken + count).map(|position| position as i32).collect();
         self.runtime.stream().upload(&ids, &self.io.ids.slice)?;
         self.runtime.stream().upload(&positions, &self.io.positions.slice)?;
-        self.run(self.key("prompt", [count, 0, 0]), |step| {
+        let scored = self.cache.scored().unwrap_or(0);
+        self.run(self.key("prompt", [count, scored, 0]), |step| {
             let (ids, positions) = (self.io.ids.first(count)?, self.io.positions.first(count)?);
             let out = self.io.hidden.first(count)?;
             self.model.forward(step, &ids, &positions, &self.cache, &out, self.taps().as_ref())
@@ -471,7 +478,8 @@ impl Session {
         self.read_token()
     }
 
-    /// Takes the chosen token in and chooses the next: one step, the same graph every time.
+    /// Takes the chosen token in and chooses the next: one step, the same graph every time (without flash attention, for 256
+    /// tokens).
     ///
     /// # Errors
     /// [`Error::ContextFull`]; those of the device.
@@ -482,7 +490,8 @@ impl Session {
         self.cache.reach(self.taken + 1)?;
         // Not known if the step fails half-way.
         self.placed = None;
-        self.run(self.key("decode", [0; 3]), |step| {
+        let scored = self.cache.scored().unwrap_or(0);
+        self.run(self.key("decode", [1, scored, 0]), |step| {
             let (ids, positions) = (&self.io.token.view, &self.io.position.view);
             let out = self.io.hidden.first(1)?;
             self.model.forward(step, ids, positions, &self.cache, &out, self.taps().as_ref())?;

@@ -1,10 +1,12 @@
 //! Attention: projections, norms of heads, rotation, the cache.
 
-use evergraph_kernels::ops::{Attention, AttentionHeads, NewKeys, RmsNorm, TensorView};
+use evergraph_kernels::ops::{
+    Attention, AttentionHeads, AttentionScores, AttentionValues, NewKeys, RmsNorm, SoftMax, TensorView,
+};
 
 use super::block::{Shared, fitted};
 use super::input::Input;
-use super::kv::LayerCache;
+use super::kv::{KvCache, LayerCache};
 use crate::engine::Step;
 use crate::error::Result;
 
@@ -68,6 +70,37 @@ pub struct OwnKeyValue {
     pub k_norm: TensorView,
     /// Whether values are normed, without a weight.
     pub norm_values: bool,
+}
+
+/// Room for attention's scores where they are written out, which blocks use one after the other.
+#[derive(Debug)]
+pub(super) struct Scores {
+    /// `[T, most of heads * rows]`.
+    room: TensorView,
+    /// Tokens that the step reaches at most.
+    reach: usize,
+}
+
+impl Scores {
+    /// Room for the scores of `tokens` queries in any of these blocks; none where they are not written out.
+    pub(super) fn new<'a>(
+        step: &mut Step<'_>,
+        tokens: usize,
+        cache: &KvCache,
+        blocks: impl Iterator<Item = (usize, &'a AttentionPart)>,
+    ) -> Result<Option<Self>> {
+        let Some(reach) = cache.scored() else { return Ok(None) };
+        let of = |(index, part): (usize, &AttentionPart)| {
+            part.heads.saturating_mul(cache.layers().get(index).map_or(0, |layer| layer.scored(reach)))
+        };
+        let Some(most) = blocks.map(of).max() else { return Ok(None) };
+        Ok(Some(Self { room: step.floats("attention scores", &[tokens, most])?, reach }))
+    }
+
+    /// The scores of this many heads for the first `rows` of a cache, `[T, heads, rows]`.
+    fn of(&self, heads: usize, rows: usize) -> Result<TensorView> {
+        Ok(self.room.narrow(1, 0, heads * rows)?.heads(heads)?)
+    }
 }
 
 impl AttentionPart {
@@ -139,18 +172,29 @@ impl AttentionPart {
             factors: factors.clone(),
         })?;
         let a = fitted(&shared.a, tokens, self.heads * self.value_dim)?;
-        step.push(Attention {
-            q,
-            k: cache.k.clone(),
-            v: cache.v.clone(),
-            positions: positions.clone(),
-            out: a.heads(self.heads)?,
-            scale: self.scale,
-            window: self.window,
-            softcap: None,
-            sinks: None,
-            ring: cache.ring,
-        })?;
+        self.attend(step, shared, q, cache, a.heads(self.heads)?)?;
         Input::new(step, room, &a, [&self.output])?.times(step, &self.output, &shared.y)
+    }
+
+    /// Attention of the queries `[T, heads, key_dim]` over the cache, in one kernel or with its scores in memory.
+    fn attend(
+        &self,
+        step: &mut Step<'_>,
+        shared: &Shared,
+        q: TensorView,
+        cache: &LayerCache,
+        out: TensorView,
+    ) -> Result<()> {
+        let (positions, scale, window, ring) = (shared.positions.clone(), self.scale, self.window, cache.ring);
+        let (k, v, softcap) = (cache.k.clone(), cache.v.clone(), None);
+        let Some(scores) = &shared.scores else {
+            return step.push(Attention { q, k, v, positions, out, scale, window, softcap, sinks: None, ring });
+        };
+        let rows = cache.scored(scores.reach);
+        let (k, v, scores) = (k.narrow(0, 0, rows)?, v.narrow(0, 0, rows)?, scores.of(self.heads, rows)?);
+        let (p, places) = (scores.clone(), positions.clone());
+        step.push(AttentionScores { q, k, positions, scores, scale, window, softcap, ring })?;
+        step.push(SoftMax { x: p.clone(), out: p.clone() })?;
+        step.push(AttentionValues { p, v, positions: places, out, window, ring })
     }
 }

@@ -2,7 +2,7 @@
 
 use evergraph_kernels::ops::{RmsNorm, TensorView};
 
-use super::attention::{AttentionPart, KeyValue};
+use super::attention::{AttentionPart, KeyValue, Scores};
 use super::feed_forward::{AskedExperts, Branch, Fetched, RouterScratch};
 use super::input::{Room, is_on_host};
 use super::kv::LayerCache;
@@ -55,6 +55,8 @@ pub(super) struct Shared {
     pub(super) router: Option<RouterScratch>,
     /// For the input of the products at hand, where it is quantised.
     pub(super) room: Option<Room>,
+    /// For attention's scores, where they are written out.
+    pub(super) scores: Option<Scores>,
     /// Where experts of the host come to, if they come.
     pub(super) streamed: Option<Streamed>,
     /// Where experts of the host are fetched to for a single token, if the device has a share in them.
@@ -119,6 +121,7 @@ impl Shared {
                 streamed.is_some(),
             )?,
             room,
+            scores: None,
             streamed,
             fetched,
         })

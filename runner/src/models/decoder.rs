@@ -6,6 +6,7 @@ use std::sync::Arc;
 use evergraph_kernels::ops::{Copy, RmsNorm, Softcap, TensorView};
 use evergraph_pool::{Tracked, Use};
 
+use super::attention::{AttentionPart, Scores};
 use super::block::{Block, Shared};
 use super::feed_forward::Experts;
 use super::input::{Input, Room, get_rows};
@@ -95,7 +96,8 @@ impl Decoder {
             None => None,
         };
         let ours: Vec<&Block> = self.blocks.iter().filter(|block| block.home == Home::Device).collect();
-        let shared = Shared::new(step, &ours, positions, self.width, self.eps)?;
+        let mut shared = Shared::new(step, &ours, positions, self.width, self.eps)?;
+        shared.scores = Scores::new(step, tokens, cache, self.attentions(0..self.blocks.len(), Home::Device))?;
         let mut index = 0;
         while let Some(block) = self.blocks.get(index) {
             let next = match block.home {
@@ -118,6 +120,12 @@ impl Decoder {
         }
         step.push(RmsNorm::new(h, self.output_norm.clone(), out.clone(), self.eps))?;
         tap(step, taps, self.blocks.len(), out)
+    }
+
+    /// The attention of blocks that have this home, each with its block's number.
+    fn attentions(&self, blocks: Range<usize>, home: Home) -> impl Iterator<Item = (usize, &AttentionPart)> {
+        let some = self.blocks.iter().enumerate().skip(blocks.start).take(blocks.len());
+        some.filter(move |(_, block)| block.home == home).map(|(index, block)| (index, &block.attention))
     }
 
     /// Where the blocks end that the host does at a stretch from block `start` on.
@@ -151,7 +159,9 @@ impl Decoder {
         };
         let asked = step.on_host(|step| {
             let ours: Vec<&Block> = self.blocks[blocks.clone()].iter().collect();
-            let shared = Shared::new(step, &ours, &positions.host, self.width, self.eps)?;
+            let mut shared = Shared::new(step, &ours, &positions.host, self.width, self.eps)?;
+            let attentions = self.attentions(blocks.clone(), Home::Host);
+            shared.scores = Scores::new(step, positions.host.dim(0), cache, attentions)?;
             for (number, (block, layer)) in ours.iter().zip(&cache.layers()[blocks.clone()]).enumerate() {
                 let input = match &inputs {
                     Some((inputs, width)) => Some(inputs.narrow(1, number * width, *width)?),

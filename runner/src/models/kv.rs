@@ -43,6 +43,11 @@ pub struct KvCache {
     touches: Vec<Touch>,
     /// Tokens that there is room for now, in what grows.
     reached: usize,
+    /// Whether attention's scores are written out.
+    scores_written: bool,
+    /// Tokens that steps may reach now, and ever.
+    end: usize,
+    context: usize,
 }
 
 /// What the rings of a cache held at some place.
@@ -64,6 +69,16 @@ fn copy_on_host(src: &TensorView, dst: &TensorView) -> Result<()> {
 struct Growing {
     slice: GrowableSlice<u8>,
     row_bytes: usize,
+}
+
+/// Where attention's scores are written out, their length goes by steps of so many tokens.
+const LENGTHS: usize = 256;
+
+impl LayerCache {
+    /// Rows that scores are written out for in a step that reaches so many tokens.
+    pub(super) fn scored(&self, tokens: usize) -> usize {
+        if self.ring { self.k.dim(0) } else { self.k.dim(0).min(tokens) }
+    }
 }
 
 impl KvCache {
@@ -125,7 +140,22 @@ impl KvCache {
             layers.push(LayerCache { k, v, ring: kept < context, on_host });
         }
         let touches = growing.iter().map(|growing| growing.slice.touch(0)).collect();
-        Ok(Self { layers, fixed, rings, growing, touches, reached: 0 })
+        let (reached, scores_written, end) = (0, false, 0);
+        Ok(Self { layers, fixed, rings, growing, touches, reached, scores_written, end, context })
+    }
+
+    /// Has attention's scores written out, in scratch as long as the text, in place of one kernel that does without.
+    #[must_use]
+    pub fn with_scores_written(mut self, written: bool) -> Self {
+        self.scores_written = written;
+        self
+    }
+
+    /// Where scores are written out: tokens that those of the next step are for. Shapes follow it, so it is a part of the step's
+    /// key. It is at least as far as the step may [reach](Self::reach), rounded up so that a graph serves many tokens.
+    #[must_use]
+    pub fn scored(&self) -> Option<usize> {
+        self.scores_written.then(|| self.end.max(1).next_multiple_of(LENGTHS).min(self.context))
     }
 
     /// The layers' caches.
@@ -158,6 +188,7 @@ impl KvCache {
             }
             self.reached = tokens;
         }
+        self.end = tokens;
         for (touch, Growing { slice, row_bytes }) in self.touches.iter_mut().zip(&self.growing) {
             *touch = slice.touch(tokens * row_bytes);
         }
