@@ -47,22 +47,6 @@ static EVG_DEVICE Range visible(const Inputs& in, u32 t) {
     return {in.window == 0 || end < in.window ? 0 : end - in.window, end};
 }
 
-// Eight numbers of a row, in one or two 16-byte loads.
-template <u32 TY> static EVG_DEVICE void load8(const char* from, float* to) {
-    if (TY == TYPE_F32) {
-        const float4 a = reinterpret_cast<const float4*>(from)[0], b = reinterpret_cast<const float4*>(from)[1];
-        to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w, to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
-    } else {
-        const uint4 bits = *reinterpret_cast<const uint4*>(from);
-        const u32 words[4] = {bits.x, bits.y, bits.z, bits.w};
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float2 pair = TY == TYPE_F16 ? half2_to_float2(words[i]) : bf162_to_float2(words[i]);
-            to[2 * i] = pair.x, to[2 * i + 1] = pair.y;
-        }
-    }
-}
-
 // Columns c and c + 1; the second is 0 past the end.
 template <u32 TY> static EVG_DEVICE float2 load_pair(const char* row, u32 c, u32 dv, bool aligned) {
     if (aligned && c + 1 < dv) {

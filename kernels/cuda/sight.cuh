@@ -73,22 +73,6 @@ template <bool GUARD> EVG_DEVICE void multiply_terms(const Terms& terms, const S
     }
 }
 
-// Eight numbers of a row, in one or two 16-byte loads.
-template <u32 TY> EVG_DEVICE void load8(const char* from, float* to) {
-    if (TY == TYPE_F32) {
-        const float4 a = reinterpret_cast<const float4*>(from)[0], b = reinterpret_cast<const float4*>(from)[1];
-        to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w, to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
-    } else {
-        const uint4 bits = *reinterpret_cast<const uint4*>(from);
-        const u32 words[4] = {bits.x, bits.y, bits.z, bits.w};
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float2 pair = TY == TYPE_F16 ? half2_to_float2(words[i]) : bf162_to_float2(words[i]);
-            to[2 * i] = pair.x, to[2 * i + 1] = pair.y;
-        }
-    }
-}
-
 // Eight numbers of a row from its element i on, zeros from `count` on. `wide`: the row is aligned to 16 bytes.
 template <u32 TY> EVG_DEVICE void bring8(const char* row, u32 i, u32 count, bool wide, float* to) {
     if (wide && i + 8 <= count) {

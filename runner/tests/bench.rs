@@ -70,6 +70,12 @@ fn lists_are_measured_in_every_combination_and_all_formats_tell_it() {
 
     let quick = ["-m", model.as_str(), "-p", "0", "-n", "2", "-r", "1", "--no-warmup", "--graphs", "off"];
     let with = |more: &[&str]| works(&[&quick, more].concat());
+    let (text, _) = with(&["-fa", "0,1", "-d", "600", "-o", "json"]);
+    let rows: Vec<Value> = serde_json::from_str(&text).unwrap();
+    let columns = |name: &str| rows.iter().map(|row| row[name].as_u64().unwrap()).collect::<Vec<_>>();
+    assert_eq!(columns("flash_attn"), [0, 1]);
+    let peaks = columns("peak_reserved_bytes");
+    assert!(peaks[0] > peaks[1] + (2 << 20), "scores are written out: {peaks:?}");
     let (csv, beside) = with(&["-o", "csv", "-oe", "sql"]);
     assert!(csv.starts_with("build_commit,build_number,") && csv.lines().count() == 2, "{csv}");
     assert!(

@@ -458,7 +458,9 @@ fn llama_cpps_words_and_environment_work() {
         "-ctv", "f32",
     ];
     let found = works(&words);
-    assert_eq!(found["cache_type_k"], "f32");
+    assert_eq!((&found["cache_type_k"], &found["flash_attention"]), (&"f32".into(), &true.into()));
+    let off = works(&words.map(|word| if word == "on" { "off" } else { word }));
+    assert_eq!((&off["flash_attention"], &off["tokens"]), (&false.into(), &found["tokens"]));
     let by = |name: &str, value: &str| {
         let output = command(&["run", "-p", "hello", "--temp", "0", "--json"])
             .env("LLAMA_ARG_N_PREDICT", "3")

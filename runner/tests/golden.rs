@@ -63,6 +63,11 @@ struct Trace {
 
 /// The prompt in steps of `ubatch` tokens, then greedy steps.
 fn trace(model: &str, config: RuntimeConfig, kv: KvType, ubatch: usize) -> Trace {
+    trace_with(model, config, kv, ubatch, true)
+}
+
+/// The same, with flash attention or without.
+fn trace_with(model: &str, config: RuntimeConfig, kv: KvType, ubatch: usize, flash: bool) -> Trace {
     let golden = json(&model.replace(".gguf", ".json"));
     let prompt: Vec<u32> = list(&golden["prompt_tokens"]);
     let steps = golden["decode"]["tokens"].as_array().unwrap().len();
@@ -75,6 +80,7 @@ fn trace(model: &str, config: RuntimeConfig, kv: KvType, ubatch: usize) -> Trace
     settings.kv = (kv, kv);
     settings.logit_rows = 5;
     settings.taps = true;
+    settings.flash_attention = flash;
     let mut session = Session::new(runtime, model, settings).unwrap();
     session.set_sampling(&Sampling::greedy(), &prompt).unwrap();
 
@@ -209,6 +215,19 @@ fn the_prompt_in_small_steps_gives_every_reference_value() {
 fn the_prompt_token_by_token_gives_every_reference_value() {
     for model in FLOATS.into_iter().chain(["gemma4-moe-q.gguf"]) {
         check(model, &trace(model, config(PoolMode::Vmm, false, None), KvType::F32, 1));
+    }
+}
+
+#[test]
+fn scores_that_are_written_out_give_every_reference_value() {
+    for model in FLOATS.into_iter().chain(["gemma4-moe-q.gguf"]) {
+        let run = |mode, graphs, ubatch| trace_with(model, config(mode, graphs, None), KvType::F32, ubatch, false);
+        let sevens = run(PoolMode::Slab, true, 7);
+        check(model, &run(PoolMode::Vmm, true, 512));
+        check(model, &sevens);
+        check(model, &run(PoolMode::Vmm, false, 1));
+        assert!(sevens == run(PoolMode::Vmm, false, 7), "{model}: graphs and pools do not change a bit");
+        assert!(sevens != trace(model, config(PoolMode::Slab, true, None), KvType::F32, 7), "{model}: another way");
     }
 }
 

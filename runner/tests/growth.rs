@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use evergraph_pool::driver::host::{HostConfig, HostDevice};
-use evergraph_pool::{PoolConfig, PoolMode};
+use evergraph_pool::{PoolConfig, PoolError, PoolMode};
 use evergraph_runner::Error;
 use evergraph_runner::engine::{KvType, Runtime, RuntimeConfig, Session, SessionConfig};
 use evergraph_runner::gguf::Gguf;
@@ -17,6 +17,10 @@ const CHUNK: usize = 16 << 10;
 
 /// A sequence of at most `context` tokens.
 fn session(pool: PoolConfig, graphs: bool, context: usize) -> Session {
+    session_with(pool, graphs, context, 7, true)
+}
+
+fn session_with(pool: PoolConfig, graphs: bool, context: usize, ubatch: usize, flash: bool) -> Session {
     let driver = HostDevice::new(HostConfig::default().granularity(CHUNK)).unwrap();
     let mut config = RuntimeConfig::default();
     (config.pool, config.graphs, config.strict) = (pool, graphs, true);
@@ -24,7 +28,8 @@ fn session(pool: PoolConfig, graphs: bool, context: usize) -> Session {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/gemma3.gguf");
     let model = Arc::new(models::load(Arc::new(Gguf::open(&path).unwrap()), &runtime).unwrap());
     let mut settings = SessionConfig::default();
-    (settings.context, settings.ubatch, settings.kv) = (Some(context), 7, (KvType::F32, KvType::F32));
+    (settings.context, settings.ubatch, settings.kv) = (Some(context), ubatch, (KvType::F32, KvType::F32));
+    settings.flash_attention = flash;
     let mut session = Session::new(runtime, model, settings).unwrap();
     session.set_sampling(&Sampling::greedy(), &[]).unwrap();
     session
@@ -101,4 +106,81 @@ fn a_growth_that_fails_is_an_error_and_the_text_goes_on_with_more_memory() {
     assert!(picked == fixed);
     assert_eq!(pool.mode(), PoolMode::Vmm);
     pool.check().unwrap();
+}
+
+#[test]
+fn scores_that_are_written_out_make_scratch_grow_with_the_text() {
+    // Tokens of a step.
+    const STEP: u64 = 64;
+    let tokens: Vec<u32> = (0..640).map(|index| 3 + index * 37 % 500).collect();
+    let peaks = |flash: bool| {
+        let mut session = session_with(PoolConfig::slab(), false, 1000, STEP as usize, flash);
+        let mut peaks = Vec::new();
+        for step in tokens.chunks(STEP as usize) {
+            let pool = session.runtime().pool().clone();
+            pool.reset_peak_stats();
+            session.feed(step, |_, _, _| Ok(())).unwrap();
+            peaks.push(pool.stats().allocated_bytes.peak);
+        }
+        let heads = session.model().blocks[0].attention.heads as u64;
+        (peaks, 256 * STEP * heads * 4)
+    };
+    let (flat, _) = peaks(true);
+    assert!(flat.iter().all(|peak| *peak == flat[0]), "{flat:?}");
+    let (grown, lot) = peaks(false);
+    // Steps of 64 tokens end in the first 256 tokens, the second, and the third.
+    for (number, peak) in grown.iter().enumerate() {
+        assert_eq!(peak - grown[0], number as u64 / 4 * lot, "step {number}: {grown:?}");
+    }
+    assert!(grown[0] >= flat[0] + lot, "{grown:?}, {flat:?}");
+}
+
+#[test]
+fn a_step_with_its_scores_written_out_is_a_graph_for_each_256_tokens() {
+    let plain = write(&mut session_with(PoolConfig::slab(), false, 2000, 7, false), 500).unwrap().0;
+    for pool in [PoolConfig::vmm().chunk(CHUNK), PoolConfig::slab()] {
+        let mut graphs = session_with(pool, true, 2000, 7, false);
+        for round in 0..2 {
+            graphs.clear().unwrap();
+            assert!(write(&mut graphs, 500).unwrap().0 == plain, "round {round}");
+            let counters = graphs.runtime().graph_counters();
+            // The 20th token to the 519th: three lengths. The prompt's steps of 7 and 6 tokens and the first choice run but a
+            // few times.
+            assert_eq!(counters.captures - u64::from(round > 0), 3, "round {round}: {counters:?}");
+            assert_eq!(counters.stale, 0, "{counters:?}");
+        }
+        graphs.runtime().pool().check().unwrap();
+    }
+}
+
+#[test]
+fn with_scores_written_out_a_limit_near_the_edge_is_met_or_told() {
+    let plain = write(&mut session_with(PoolConfig::slab(), false, 2000, 7, false), 300).unwrap().0;
+    for config in [PoolConfig::vmm().chunk(CHUNK), PoolConfig::slab()] {
+        let roomy = session_with(config.clone(), true, 2000, 7, false);
+        let pool = roomy.runtime().pool().clone();
+        let (mut done, mut short) = (0, 0);
+        let mut session = roomy;
+        let start = pool.stats().reserved_bytes.current as usize;
+        assert!(write(&mut session, 300).unwrap().0 == plain);
+        let most = pool.stats().reserved_bytes.peak as usize;
+        for part in 0..8 {
+            let limit = start + (most - start) * part / 8;
+            let mut session = session_with(config.clone(), true, 2000, 7, false);
+            session.runtime().pool().set_limit(Some(limit));
+            match write(&mut session, 300) {
+                Ok((tokens, _)) => {
+                    done += 1;
+                    assert!(tokens == plain, "{limit} of {most} bytes");
+                }
+                Err(error) => {
+                    short += 1;
+                    let told = matches!(&error, Error::Pool { source: PoolError::OutOfMemory(_) });
+                    assert!(told, "{limit} of {most} bytes: {error}");
+                }
+            }
+            session.runtime().pool().check().unwrap();
+        }
+        assert!(done > 0 && short > 0, "{done} done, {short} short of memory, {start} to {most} bytes");
+    }
 }

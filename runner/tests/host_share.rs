@@ -11,7 +11,7 @@ use evergraph_runner::engine::{
     ActType, HostWork, KvType, PoolConfig, PoolMode, Runtime, RuntimeConfig, Session, SessionConfig,
 };
 use evergraph_runner::gguf::Gguf;
-use evergraph_runner::models;
+use evergraph_runner::models::{self, Decoder};
 use evergraph_runner::placement::{Home, Names, Placement, Rule};
 use evergraph_runner::sampling::Sampling;
 
@@ -69,6 +69,10 @@ fn session_with(
     settings.kv = (KvType::F32, KvType::F32);
     settings.stream_experts = streamed;
     settings.device_experts = Some(fetched);
+    session_of(runtime, model, settings)
+}
+
+fn session_of(runtime: Arc<Runtime>, model: Arc<Decoder>, settings: SessionConfig) -> Session {
     let mut session = Session::new(runtime, model, settings).unwrap();
     session.set_sampling(&Sampling::greedy(), &[]).unwrap();
     session
@@ -173,6 +177,38 @@ fn experts_that_the_device_fetches_for_a_token_change_no_more_than_the_order_of_
                     let far = row.iter().zip(wanted).fold(0f32, |far, (a, b)| far.max((a - b).abs()));
                     assert!(far <= 2e-5 * most, "{model} {placement:?} {fetched}: {far} of {most}");
                 }
+            }
+        }
+    }
+}
+
+#[test]
+fn attention_on_the_host_writes_its_scores_out_too() {
+    let run = |model: &str, placement: &Placement, graphs, work, flash| {
+        let config = config(PoolMode::Vmm, graphs, work, ActType::F32);
+        let first = session(model, placement, config);
+        let mut settings = SessionConfig::default();
+        (settings.context, settings.ubatch) = (Some(400), 4);
+        (settings.kv, settings.flash_attention) = ((KvType::F32, KvType::F32), flash);
+        let mut session = session_of(first.runtime().clone(), first.model().clone(), settings);
+        // Up to where scores become longer.
+        let text: Vec<u32> = (0..240).map(|index| 3 + index * 37 % 100).collect();
+        session.feed(&text, |_, _, _| Ok(())).unwrap();
+        let run = generate(&mut session);
+        assert!(session.len() > 256);
+        run
+    };
+    for (model, placements) in [
+        ("gemma3.gguf", [layers(0), layers(1)]),
+        ("gemma4-e.gguf", [layers(1), layers(3)]),
+        ("gemma4-moe.gguf", [layers(2), experts_below(1)]),
+    ] {
+        let wanted = run(model, &Placement::default(), true, HostWork::Nodes, false);
+        assert!(wanted != run(model, &Placement::default(), true, HostWork::Nodes, true), "{model}: another way");
+        for placement in &placements {
+            for (graphs, work) in [(true, HostWork::Turns), (true, HostWork::Nodes), (false, HostWork::Turns)] {
+                let what = format!("{model} {placement:?} {work:?}, graphs {graphs}");
+                assert!(run(model, placement, graphs, work, false) == wanted, "{what}");
             }
         }
     }
