@@ -7,7 +7,7 @@ use evergraph_pool::driver::host::{HostConfig, HostDevice};
 use super::*;
 use crate::KernelError;
 use crate::cases::{Bench, Tensors, cases};
-use crate::ops::{ExpertMatMul, GetRows, Op};
+use crate::ops::{ExpertMatMul, GatherExperts, GetRows, Op};
 
 fn emulation() -> Option<&'static Emulation> {
     match Emulation::of_this_crate() {
