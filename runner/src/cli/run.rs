@@ -78,11 +78,8 @@ pub(super) fn run(flags: &Flags, out: &mut Output) -> Result<()> {
     let start = Instant::now();
     let file = Arc::new(flags.model.open()?);
     // A file without a tokenizer still runs on token ids.
-    let tokenizer = if flags.tokens.is_some() && !Tokenizer::is_in(&file)? {
-        None
-    } else {
-        Some(Tokenizer::from_gguf(&file)?)
-    };
+    let tokenizer =
+        if flags.tokens.is_some() && !Tokenizer::is_in(&file)? { None } else { Some(Tokenizer::from_gguf(&file)?) };
     let prompt = prompt_ids(flags, &file, tokenizer.as_ref())?;
     let runtime = flags.engine.open(&flags.device)?;
     let model = flags.engine.load(file, &runtime)?;
