@@ -67,7 +67,13 @@ impl Dependent for Handle {
     }
 
     fn retired(&self, notice: &Retired) {
-        tracing::debug!(pool = %notice.pool, reason = ?notice.reason, tokens = notice.tokens.len(), "graph went stale");
+        tracing::info!(
+            graph = %self.key.key,
+            pool = %notice.pool,
+            reason = ?notice.reason,
+            tokens = notice.tokens.len(),
+            "graph went stale"
+        );
         // Staleness itself is found by the walk. An evicted graph also frees what the driver keeps for it.
         if notice.reason == RetireReason::Evicted {
             self.evicted.store(true, Ordering::Relaxed);

@@ -58,7 +58,11 @@ impl Inner {
         cause: Cause,
         lost: &Lost,
     ) -> Result<(Outcome, Vec<Made>), E> {
-        tracing::debug!(%cause, "eager run");
+        if cause == Cause::GraphsOff {
+            tracing::debug!(graph = %request.key, %cause, "eager run");
+        } else {
+            tracing::info!(graph = %request.key, %cause, "eager run");
+        }
         let made = self.closure(request, body, lost)?;
         self.tally.eager.one();
         Ok((Outcome { ran: Ran::Eager, cause: Some(cause) }, made))
@@ -504,7 +508,7 @@ impl<E: From<CacheError>> Run<'_, '_, E> {
         }
         let cause = if ran == Ran::Replayed { None } else { cause };
         if let Some(cause) = &cause {
-            tracing::info!(%ran, %cause, "graph repaired");
+            tracing::info!(graph = %self.request.key, %ran, %cause, "graph repaired");
         }
         Ok(Some(Outcome { ran, cause }))
     }

@@ -38,6 +38,7 @@ impl Shared {
         if !self.could_fit(need) {
             return Ok(false);
         }
+        tracing::info!(pool = self.id.0, short_bytes, "an allocation failed: memory is given up for it");
         let own = need.request.map(|(_, purpose, _)| purpose);
         if keeps_addresses(self.config.mode) {
             // The free chunks around the place of a request were taken before; here they are needed elsewhere.
