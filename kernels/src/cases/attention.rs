@@ -182,6 +182,18 @@ pub(super) fn cases() -> Vec<Case> {
         list.push(shape.scores(name).large());
         list.push(shape.values(name).large());
     }
+    for tokens in [3, 40] {
+        let name = format!("{tokens} tokens after 50, a value that is no number for the last");
+        list.push(Case::new("attention_values", name, 2e-6, move |t| {
+            let shape = Shape { past: 50, tokens, heads: 2, kv_heads: 1, ..PLAIN };
+            let (rows, used) = (shape.capacity(), shape.past + tokens);
+            let mut values = t.random(rows * shape.dv);
+            values[(used - 1) * shape.dv..].fill(f32::NAN);
+            let (p, v) = (t.noise(&[tokens, 2, rows])?, t.typed(shape.ty, &[rows, 1, shape.dv], &values)?);
+            let (positions, out) = (shape.positions(t)?, t.output(&[tokens, 2, shape.dv])?);
+            Ok(Box::new(AttentionValues { p, v, positions, out, window: None, ring: false }))
+        }));
+    }
     list.push(Case::new("attention_values", "weights of rows that are not seen", 2e-6, |t| {
         let shape = Shape { past: 300, tokens: 6, heads: 4, ..PLAIN };
         let (p, v) = (t.noise(&[6, 4, shape.capacity()])?, shape.cache(t, shape.dv)?);
