@@ -116,12 +116,12 @@ fn error(a: &[Vec<f32>], b: &[Vec<f32>]) -> f64 {
     pairs().map(|(a, b)| (a - b).powi(2)).sum::<f64>() / pairs().map(|(_, b)| b * b).sum::<f64>()
 }
 
-/// The kernels of a decode step.
-fn kernels(file: Gguf, act: ActType) -> Vec<&'static str> {
+/// The kernels of a decode step, and how many of them write codes.
+fn kernels(file: Gguf, act: ActType) -> (Vec<&'static str>, usize) {
     let runtime = Runtime::host(config(act)).unwrap();
     let model = models::load(Arc::new(file), &runtime).unwrap();
     let cache = KvCache::new(&runtime, &model.blocks, 8, 1, (KvType::F16, KvType::F16)).unwrap();
-    let names = RefCell::new(Vec::new());
+    let found = RefCell::new((Vec::new(), 0));
     let key = StepKey { session: 0, what: "plan", shape: [0; 3] };
     let planned = runtime.step(key, &[], &[], |step| {
         let (ids, positions) =
@@ -129,12 +129,14 @@ fn kernels(file: Gguf, act: ActType) -> Vec<&'static str> {
         let (out, logits) = (step.floats("out", &[1, model.width])?, step.floats("logits", &[1, model.vocabulary])?);
         model.forward(step, &ids, &positions, &cache, &out, None)?;
         model.head(step, &out, &logits)?;
-        *names.borrow_mut() = step.plan().ops().iter().map(|op| op.name()).collect();
+        let ops = step.plan().ops();
+        let codes = ops.iter().filter(|op| op.writes().iter().any(|view| view.ty() == QuantType::I8));
+        *found.borrow_mut() = (ops.iter().map(|op| op.name()).collect(), codes.count());
         // Looked at, not run.
         Err(Error::ContextFull { tokens: 0, context: 0 })
     });
     planned.unwrap_err();
-    names.into_inner()
+    found.into_inner()
 }
 
 fn count(names: &[&str], name: &str) -> usize {
@@ -145,16 +147,18 @@ fn count(names: &[&str], name: &str) -> usize {
 fn an_input_is_quantised_once_for_all_its_products_and_only_for_weights_in_blocks() {
     let blocks = 7;
     for (experts, products, expert_products) in [(false, 7, 0), (true, 5, 3)] {
-        let names = kernels(model(&[QuantType::Q8_0], experts), ActType::Q8);
+        let (names, codes) = kernels(model(&[QuantType::Q8_0], experts), ActType::Q8);
         assert_eq!(count(&names, "matmul"), blocks * products + 1, "{names:?}");
         assert_eq!(count(&names, "expert_matmul"), blocks * expert_products, "{names:?}");
         // q, k and v share one; the mixed heads; gate and up share one; down; and the output matrix.
-        assert_eq!(count(&names, "quantize"), blocks * 4 + 1, "{names:?}");
-        let floats = kernels(model(&[QuantType::Q8_0], experts), ActType::F32);
-        assert_eq!(count(&floats, "quantize"), 0);
-        assert_eq!(floats.len() + blocks * 4 + 1, names.len());
-        let of_floats = kernels(model(&[QuantType::F16], experts), ActType::Q8);
-        assert_eq!(count(&of_floats, "quantize"), 0, "weights of floats take floats");
+        assert_eq!(codes, blocks * 4 + 1, "{names:?}");
+        // Norms and gates write their own.
+        assert_eq!(count(&names, "quantize"), blocks + 1, "{names:?}");
+        let (floats, codes) = kernels(model(&[QuantType::Q8_0], experts), ActType::F32);
+        assert_eq!(codes, 0, "{floats:?}");
+        assert_eq!(floats.len() + blocks + 1, names.len());
+        let (of_floats, codes) = kernels(model(&[QuantType::F16], experts), ActType::Q8);
+        assert_eq!(codes, 0, "weights of floats take floats: {of_floats:?}");
     }
 }
 

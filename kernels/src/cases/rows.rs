@@ -1,7 +1,9 @@
 //! Cases of norms, rotary embedding, cache writes, copies, fills and positions.
 
 use super::Case;
-use crate::ops::{Advance, Copy, Fill, HostAsk, HostWait, KvStore, RmsNorm, Rope, RopeKind, Yarn};
+use crate::ops::{
+    Advance, Copy, Fill, HostAsk, HostWait, KvStore, Normed, Part, ResidualNorm, RmsNorm, Rope, RopeKind, Yarn,
+};
 use crate::quant::QuantType;
 
 const EXACT: f64 = 0.0;
@@ -32,7 +34,7 @@ const EDGES: [f32; 20] = [
 ];
 
 pub(super) fn cases() -> Vec<Case> {
-    [norms(), ropes(), stores(), copies(), small()].concat()
+    [norms(), residuals(), ropes(), stores(), copies(), small()].concat()
 }
 
 fn norms() -> Vec<Case> {
@@ -106,6 +108,56 @@ fn norms_to_codes(list: &mut Vec<Case>) {
         let codes = Some(t.codes(&[4, 64], 0)?);
         Ok(Box::new(RmsNorm { out: None, codes, ..RmsNorm::new(x.clone(), weight, x, 1e-6) }))
     }));
+}
+
+fn residuals() -> Vec<Case> {
+    let mut list = Vec::new();
+    // Rows in one turn and in several, ends within a warp, one column.
+    for [tokens, cols] in [[1, 1], [3, 7], [2, 96], [1, 2816], [2, 4128], [1, 8192]] {
+        for start in [0, 1] {
+            let name = format!("{tokens}x{cols}{}", if start == 0 { "" } else { ", unaligned" });
+            let shape = [tokens, cols];
+            for (parts, norms, normed) in [(1, 0, 0), (1, 1, 1), (2, 1, 2), (2, 2, 3)] {
+                let name = format!("{name}, {parts} parts, {norms} normed, {normed} norms");
+                list.push(Case::new("residual_norm", name, 6e-6, move |t| {
+                    let (h, weight) = (t.strided_noise(&shape, start, 4)?, t.noise(&[cols])?);
+                    let mut op = ResidualNorm { h, parts: vec![], weight, gain: 0.75, eps: 1e-6, normed: vec![] };
+                    for part in 0..parts {
+                        let norm = if part < norms { Some(t.noise(&[cols])?) } else { None };
+                        op.parts.push(Part { x: t.strided_noise(&shape, 4 * start, 8)?, norm });
+                    }
+                    for i in 0..normed {
+                        let (weight, out) = (t.noise(&[cols])?, Some(t.strided_output(&shape, start, 4 * i + 4)?));
+                        op.normed.push(Normed { weight, scale: 1.0 - 0.3 * i as f32, out, codes: None });
+                    }
+                    Ok(Box::new(op))
+                }));
+            }
+            if cols % 32 > 0 {
+                continue;
+            }
+            // Numbers whose squares have exact sums, as for the norms above: codes are the same to the bit.
+            list.push(Case::new("residual_norm", format!("{name}, to codes"), EXACT, move |t| {
+                let eighths = |x: Vec<f32>| x.iter().map(|x| (x * 16.0).round() / 8.0).collect::<Vec<_>>();
+                let x: Vec<f32> = t.random(tokens * cols).iter().map(|x| x.signum()).collect();
+                let (h, weight) = (eighths(t.random(tokens * cols)), eighths(t.random(cols)));
+                let mut part = |weight: f32| {
+                    let norm = Some(t.floats(&[cols], &vec![weight; cols])?);
+                    Ok::<_, crate::KernelError>(Part { x: t.strided(&shape, &x, start, 4)?, norm })
+                };
+                let parts = vec![part(1.5)?, part(0.5)?];
+                let (h, weight) = (t.strided(&shape, &h, start, 4)?, t.floats(&[cols], &weight)?);
+                let mut normed = Vec::new();
+                for (with_floats, with_codes) in [(false, true), (true, false), (true, true)] {
+                    let out = if with_floats { Some(t.output(&shape)?) } else { None };
+                    let codes = if with_codes { Some(t.codes(&shape, start)?) } else { None };
+                    normed.push(Normed { weight: t.noise(&[cols])?, scale: 0.5, out, codes });
+                }
+                Ok(Box::new(ResidualNorm { h, parts, weight, gain: 2.0, eps: 1e-9, normed }))
+            }));
+        }
+    }
+    list
 }
 
 fn ropes() -> Vec<Case> {

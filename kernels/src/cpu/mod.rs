@@ -18,6 +18,7 @@ mod norm;
 mod parallel;
 mod product;
 mod quantize;
+mod residual;
 mod rope;
 mod rows;
 mod sample;
@@ -83,6 +84,14 @@ pub(crate) static KERNELS: &[HostKernel] = &[
     kernel("matmul", &[P, D, D, D, P, D, S, P, S, P, S], product::matmul),
     kernel("mul", &[P, S, P, S, P, S, D, D], elementwise::mul),
     kernel("quantize", &[P, S, P, S, P, S, D, D], quantize::quantize),
+    kernel(
+        "residual_norm",
+        &[
+            D, D, F, F, P, S, P, P, S, P, P, S, P, P, P, S, P, S, S, P, S, S, P, P, S, P, S, S, P, S, S, P, P, S, P, S,
+            S, P, S, S, F, F, F,
+        ],
+        residual::residual_norm,
+    ),
     kernel("rms_norm", &[P, P, P, P, D, D, D, S, S, S, S, S, S, F, F, F, P, S, S, P, S, S], norm::rms_norm),
     kernel("rope", &[P, S, S, P, P, S, S, D, D, D, D, D, F, F, P, F, D, F, F], rope::rope),
     kernel("router", &[P, S, P, P, P, D, D, D, D, D, D, D, F], moe::router),

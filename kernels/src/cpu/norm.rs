@@ -73,7 +73,7 @@ fn norm_body<const L: u8>(x: &[f32], weight: Option<&[f32]>, eps: f32, scale: f3
 }
 
 per_level! {
-    fn add(x: &[f32], out: &mut [f32]) = add_body
+    pub(super) fn add(x: &[f32], out: &mut [f32]) = add_body
 }
 
 #[inline(always)]
@@ -84,7 +84,7 @@ fn add_body<const L: u8>(x: &[f32], out: &mut [f32]) {
 }
 
 per_level! {
-    fn times(gain: f32, out: &mut [f32]) = times_body
+    pub(super) fn times(gain: f32, out: &mut [f32]) = times_body
 }
 
 #[inline(always)]

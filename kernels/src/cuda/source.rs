@@ -24,9 +24,9 @@ macro_rules! headers {
 /// Every source: one op a file, or a part of its kernels where there are many.
 pub const SOURCES: &[Source] = sources![
     "add" "advance" "argmax" "attention" "attention_heads" "attention_scores" "attention_values" "copy" "expert_matmul"
-    "expert_matvec_f32" "expert_matvec_q8" "expert_sum" "fill" "gather_experts" "get_rows" "glu" "host_turn" "kv_store" "matmul" "matvec_f32_t1"
-    "matvec_f32_t4" "matvec_q8_t1" "matvec_q8_t8" "mul" "probe" "quantize" "rms_norm" "rope" "router" "sample" "scale"
-    "soft_max" "softcap"
+    "expert_matvec_f32" "expert_matvec_q8" "expert_sum" "fill" "gather_experts" "get_rows" "glu" "host_turn" "kv_store"
+    "matmul" "matvec_f32_t1" "matvec_f32_t4" "matvec_q8_t1" "matvec_q8_t8" "mul" "probe" "quantize" "residual_norm"
+    "rms_norm" "rope" "router" "sample" "scale" "soft_max" "softcap"
 ];
 
 /// Every header that they may include, by the name under which they do. Nothing else can be included.

@@ -122,7 +122,7 @@ fn numbers_out_of_range_in_device_memory_are_faults_that_say_why() {
 
 #[test]
 fn rows_agree_with_the_host_device() {
-    run(&["rms_norm", "rope", "kv_store", "copy", "fill", "advance", "host_ask", "host_wait"]);
+    run(&["rms_norm", "residual_norm", "rope", "kv_store", "copy", "fill", "advance", "host_ask", "host_wait"]);
 }
 
 #[test]

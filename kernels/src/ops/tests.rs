@@ -230,6 +230,47 @@ fn codes_beside_a_result_want_their_shape_and_a_place_of_their_own() {
 }
 
 #[test]
+fn residual_norms_refuse_what_does_not_fit() {
+    let x = |name: &str| f32s(name, &[2, 64]);
+    let weight = || f32s("w", &[64]);
+    let codes = || Codes { q: tensor("q", QuantType::I8, &[2, 64]), scales: f32s("scales", &[2, 2, 2]) };
+    let normed = |out: &str| Normed { weight: weight(), scale: 1.0, out: Some(x(out)), codes: None };
+    let good = || ResidualNorm {
+        h: x("h"),
+        parts: vec![Part { x: x("a"), norm: Some(f32s("an", &[64])) }, Part { x: x("b"), norm: None }],
+        weight: weight(),
+        gain: 1.0,
+        eps: 1e-6,
+        normed: vec![Normed { out: None, codes: Some(codes()), ..normed("") }, normed("n")],
+    };
+    good().check().unwrap();
+    ResidualNorm { normed: vec![], ..good() }.check().unwrap();
+    let names = |views: Vec<&TensorView>| views.iter().map(|view| view.root().name.clone()).collect::<Vec<_>>();
+    assert_eq!(names(good().writes()), ["h", "q", "scales", "n"]);
+    assert_eq!(names(good().reads()), ["h", "a", "an", "b", "w", "w", "w"]);
+    let bad = |op: ResidualNorm| assert!(op.check().is_err(), "{op:?}");
+    bad(ResidualNorm { parts: vec![], ..good() });
+    bad(ResidualNorm { parts: [good().parts, good().parts].concat(), ..good() });
+    bad(ResidualNorm { parts: vec![Part { x: x("h"), norm: None }], ..good() });
+    bad(ResidualNorm { parts: vec![Part { x: f32s("a", &[1, 64]), norm: None }], ..good() });
+    bad(ResidualNorm { weight: f32s("w", &[32]), ..good() });
+    bad(ResidualNorm { gain: f32::NAN, ..good() });
+    bad(ResidualNorm { eps: 0.0, ..good() });
+    for wrong in [
+        vec![normed("h")],
+        vec![normed("a")],
+        vec![normed("n"), normed("n")],
+        vec![normed("n"), normed("m"), normed("o"), normed("p")],
+        vec![Normed { out: None, ..normed("") }],
+        vec![Normed { scale: f32::INFINITY, ..normed("n") }],
+        vec![Normed { codes: Some(codes()), ..normed("n") }, Normed { codes: Some(codes()), ..normed("m") }],
+        vec![Normed { weight: f32s("w", &[63]), ..normed("n") }],
+    ] {
+        bad(ResidualNorm { normed: wrong, ..good() });
+    }
+}
+
+#[test]
 fn scalars_out_of_range_are_typed_errors() {
     let bad = |op: &dyn Op| {
         let result = op.check();

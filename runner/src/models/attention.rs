@@ -1,7 +1,7 @@
 //! Attention: projections, norms of heads, rotation, the cache.
 
 use evergraph_kernels::ops::{
-    Attention, AttentionHeads, AttentionScores, AttentionValues, NewKeys, RmsNorm, SoftMax, TensorView,
+    Attention, AttentionHeads, AttentionScores, AttentionValues, NewKeys, SoftMax, TensorView,
 };
 
 use super::block::{Shared, fitted};
@@ -110,7 +110,7 @@ impl AttentionPart {
     }
 
     /// The weights of the products with its input.
-    fn projections(&self) -> impl Iterator<Item = &TensorView> {
+    pub(super) fn projections(&self) -> impl Iterator<Item = &TensorView> {
         let (k, v) = match &self.kv {
             KeyValue::Own(own) => (Some(&own.k), own.v.as_ref()),
             KeyValue::Of(_) => (None, None),
@@ -118,19 +118,9 @@ impl AttentionPart {
         [Some(&self.q), k, v].into_iter().flatten()
     }
 
-    /// What attention adds for the norm of `h` with this weight, into `shared.y`.
-    pub(super) fn forward(
-        &self,
-        step: &mut Step<'_>,
-        shared: &Shared,
-        h: &TensorView,
-        norm: &TensorView,
-        cache: &LayerCache,
-    ) -> Result<()> {
-        let (tokens, positions, eps) = (shared.x.dim(0), &shared.positions, shared.eps);
-        let room = shared.room.as_ref();
-        let norm = RmsNorm::new(h.clone(), norm.clone(), shared.x.clone(), eps);
-        let x = Input::unwritten(room, &shared.x, self.projections(), false)?.norm(step, norm)?;
+    /// What attention adds for the normed input `x`, into `shared.y`.
+    pub(super) fn forward(&self, step: &mut Step<'_>, shared: &Shared, x: &Input, cache: &LayerCache) -> Result<()> {
+        let (tokens, positions, eps) = (shared.positions.dim(0), &shared.positions, shared.eps);
         let q = fitted(&shared.q, tokens, self.heads * self.key_dim)?;
         x.times(step, &self.q, &q)?;
         let q = q.heads(self.heads)?;
@@ -173,6 +163,7 @@ impl AttentionPart {
         })?;
         let a = fitted(&shared.a, tokens, self.heads * self.value_dim)?;
         self.attend(step, shared, q, cache, a.heads(self.heads)?)?;
+        let room = shared.place(0).room.as_ref();
         Input::new(step, room, &a, [&self.output])?.times(step, &self.output, &shared.y)
     }
 

@@ -1,12 +1,13 @@
 //! A block: attention, feed-forward parts, norms, as ops on a step. Models put it together from their files.
 
-use evergraph_kernels::ops::{RmsNorm, TensorView};
+use evergraph_kernels::ops::{Part, ResidualNorm, RmsNorm, TensorView};
 
 use super::attention::{AttentionPart, KeyValue, Scores};
-use super::feed_forward::{AskedExperts, Branch, Fetched, RouterScratch};
-use super::input::{Room, is_on_host};
+use super::feed_forward::{AskedExperts, Branch, BranchInput, Fetched, RouterScratch};
+use super::input::{Place, is_on_host};
 use super::kv::LayerCache;
 use super::layer_input::LayerInput;
+use super::residual::{self, Wanted};
 use super::streamed::Streamed;
 use crate::engine::Step;
 use crate::error::Result;
@@ -40,8 +41,6 @@ pub(super) struct Shared {
     pub(super) positions: TensorView,
     /// Added to mean squares.
     pub(super) eps: f32,
-    /// `[T, D]`: the normed input of a part.
-    pub(super) x: TensorView,
     /// `[T, D]`: what a part adds.
     pub(super) y: TensorView,
     /// `[T, D]`: what a branch adds to that, where blocks have several.
@@ -53,8 +52,10 @@ pub(super) struct Shared {
     pub(super) gate: TensorView,
     pub(super) up: TensorView,
     pub(super) router: Option<RouterScratch>,
-    /// For the input of the products at hand, where it is quantised.
-    pub(super) room: Option<Room>,
+    /// For the inputs of attention, and of the first branch.
+    first: Place,
+    /// For those of the other branches, which are written at the same time.
+    others: Vec<Place>,
     /// For attention's scores, where they are written out.
     pub(super) scores: Option<Scores>,
     /// Where experts of the host come to, if they come.
@@ -99,15 +100,19 @@ impl Shared {
         let attended = most(attentions(), |part| part.heads * part.value_dim);
         let input = most(inputs(), |input| input.gate.dim(0));
         let hidden = most(parts(), |part| part.hidden()).max(input);
-        let several = blocks.iter().any(|block| block.branches.len() > 1);
+        let most_branches = blocks.iter().map(|block| block.branches.len()).max().unwrap_or(0);
         let widest = width.max(attended).max(hidden);
-        let room = Room::new(step, tokens.saturating_mul(widest), blocks.iter().flat_map(|block| block.products()))?;
+        let mut place = || {
+            let weights = blocks.iter().flat_map(|block| block.products());
+            Place::new(step, [tokens, width], tokens.saturating_mul(widest), weights)
+        };
+        let first = place()?;
+        let others = (1..most_branches).map(|_| place()).collect::<Result<Vec<_>>>()?;
         Ok(Self {
             positions: positions.clone(),
             eps,
-            x: step.floats("block input", &[tokens, width])?,
             y: step.floats("block output", &[tokens, width])?,
-            branch: if several { Some(step.floats("branch output", &[tokens, width])?) } else { None },
+            branch: if most_branches > 1 { Some(step.floats("branch output", &[tokens, width])?) } else { None },
             q: step.floats("q", &[tokens, most(attentions(), |part| part.heads * part.key_dim)])?,
             k: step.floats("k", &[tokens, most(own(), |part| part.kv_heads * part.key_dim)])?,
             v: step.floats("v", &[tokens, most(own(), |part| part.kv_heads * part.value_dim)])?,
@@ -120,11 +125,17 @@ impl Shared {
                 [tokens, width],
                 streamed.is_some(),
             )?,
-            room,
+            first,
+            others,
             scores: None,
             streamed,
             fetched,
         })
+    }
+
+    /// For inputs of the branch of this number, and of attention if that is 0.
+    pub(super) fn place(&self, number: usize) -> &Place {
+        number.checked_sub(1).and_then(|index| self.others.get(index)).unwrap_or(&self.first)
     }
 }
 
@@ -149,39 +160,63 @@ impl Block {
         let on_host = |branch: &Branch| branch.part.products().any(is_on_host);
         let mut there = self.branches.iter().enumerate().filter(|(_, branch)| on_host(branch));
         match (there.next(), there.next()) {
-            (Some((index, branch)), None) => Ok(branch.ask_host(step, shared, h)?.map(|asked| (index, asked))),
+            (Some((index, branch)), None) => Ok(branch.ask_host(step, shared, h, index)?.map(|asked| (index, asked))),
             _ => Ok(None),
         }
     }
 
-    /// `h` (`[T, D]`) through the block, in place. `input` (`[T, P]`) is the block's own, if it takes one.
+    /// The norm of the residual stream that the block reads, yet to be written.
+    pub(super) fn wanted(&self, shared: &Shared) -> Result<Wanted> {
+        let input = shared.place(0).normed(self.attention.projections(), false)?;
+        Ok(Wanted::new(&self.attn_norm, 1.0, input))
+    }
+
+    /// `h` (`[T, D]`) through the block, in place, and `next` of it; `x` is what the block [wants](Self::wanted). `input`
+    /// (`[T, P]`) is the block's own, if it takes one.
+    #[expect(clippy::too_many_arguments, reason = "what a block reads and writes")]
     pub(super) fn forward(
         &self,
         step: &mut Step<'_>,
         shared: &Shared,
         h: &TensorView,
+        x: &Wanted,
         input: Option<&TensorView>,
         cache: &LayerCache,
+        next: Option<&Wanted>,
     ) -> Result<()> {
-        let eps = shared.eps;
-        self.attention.forward(step, shared, h, &self.attn_norm, cache)?;
-        step.push(RmsNorm::add_to(h.clone(), shared.y.clone(), self.post_attn_norm.clone(), eps))?;
+        let (y, eps) = (&shared.y, shared.eps);
+        let sum = |parts: Vec<Part>, weight: &TensorView, gain: f32| {
+            let (h, weight) = (h.clone(), weight.clone());
+            ResidualNorm { h, parts, weight, gain, eps, normed: Vec::new() }
+        };
+        self.attention.forward(step, shared, x.input(), cache)?;
+        let inputs = self.branches.iter().enumerate().map(|(index, branch)| branch.input(step, shared, index));
+        let inputs = inputs.collect::<Result<Vec<_>>>()?;
+        let wanted = inputs.iter().flatten().flat_map(BranchInput::wanted);
+        residual::add(step, sum(vec![Part { x: y.clone(), norm: None }], &self.post_attn_norm, 1.0), wanted)?;
 
         let mut asked = self.ask_host(step, shared, h)?;
-        for (index, branch) in self.branches.iter().enumerate() {
+        let mut parts: Vec<Part> = Vec::new();
+        for (index, (branch, input)) in self.branches.iter().zip(&inputs).enumerate() {
             let asked = asked.take_if(|(of, _)| *of == index).map(|(_, asked)| asked);
-            branch.forward(step, shared, h, index > 0, asked)?;
-        }
-        let input = self.input.as_ref().zip(input);
-        let gain = if input.is_some() { 1.0 } else { self.gain };
-        let add = RmsNorm::add_to(h.clone(), shared.y.clone(), self.post_ffn_norm.clone(), eps);
-        let add = RmsNorm { gain, ..add };
-        match input {
-            Some((part, input)) => {
-                let h = part.gated(shared, h)?.norm(step, add)?;
-                part.forward(step, shared, h, input, self.gain)
+            let out = shared.branch.as_ref().filter(|_| index > 0).unwrap_or(y);
+            let x = branch.forward(step, shared, [h, out], index, input.as_ref(), asked)?;
+            let of_host = x != *out;
+            parts.push(Part { x, norm: branch.post_norm.clone() });
+            // There is room for two; what the host made is to be read before it is asked again.
+            if index + 1 < self.branches.len() && (parts.len() == 2 || of_host) {
+                residual::fold(step, &parts, y, eps)?;
+                parts = vec![Part { x: y.clone(), norm: None }];
             }
-            None => step.push(add),
+        }
+        match self.input.as_ref().zip(input) {
+            Some((part, input)) => {
+                residual::fold(step, &parts, y, eps)?;
+                let gated = part.gated(shared, h)?;
+                gated.norm(step, RmsNorm::add_to(h.clone(), y.clone(), self.post_ffn_norm.clone(), eps))?;
+                part.forward(step, shared, gated, input, self.gain, next)
+            }
+            None => residual::add(step, sum(parts, &self.post_ffn_norm, self.gain), next),
         }
     }
 }

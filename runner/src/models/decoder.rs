@@ -12,6 +12,7 @@ use super::feed_forward::Experts;
 use super::input::{Input, Room, get_rows};
 use super::kv::KvCache;
 use super::layer_input::LayerInputs;
+use super::residual::Wanted;
 use super::weights::Weights;
 use crate::engine::Step;
 use crate::error::Result;
@@ -98,6 +99,8 @@ impl Decoder {
         let ours: Vec<&Block> = self.blocks.iter().filter(|block| block.home == Home::Device).collect();
         let mut shared = Shared::new(step, &ours, positions, self.width, self.eps)?;
         shared.scores = Scores::new(step, tokens, cache, self.attentions(0..self.blocks.len(), Home::Device))?;
+        // A block writes the norm that comes after it, the next block's or the last one, unless that is elsewhere.
+        let mut ready: Option<Wanted> = None;
         let mut index = 0;
         while let Some(block) = self.blocks.get(index) {
             let next = match block.home {
@@ -106,7 +109,13 @@ impl Decoder {
                         Some((inputs, width)) => Some(inputs.narrow(1, index * width, *width)?),
                         None => None,
                     };
-                    block.forward(step, &shared, &h, input.as_ref(), &cache.layers()[index])?;
+                    let x = written(step, ready.take(), block, &shared, &h)?;
+                    ready = match self.blocks.get(index + 1) {
+                        Some(next) if next.home == Home::Device => Some(next.wanted(&shared)?),
+                        Some(_) => None,
+                        None => Some(Wanted::new(&self.output_norm, 1.0, Input::unwritten(None, out, [], true)?)),
+                    };
+                    block.forward(step, &shared, &h, &x, input.as_ref(), &cache.layers()[index], ready.as_ref())?;
                     index + 1
                 }
                 Home::Host => {
@@ -118,7 +127,9 @@ impl Decoder {
             index = next;
             tap(step, taps, index - 1, &h)?;
         }
-        step.push(RmsNorm::new(h, self.output_norm.clone(), out.clone(), self.eps))?;
+        if ready.is_none() {
+            step.push(RmsNorm::new(h, self.output_norm.clone(), out.clone(), self.eps))?;
+        }
         tap(step, taps, self.blocks.len(), out)
     }
 
@@ -162,13 +173,16 @@ impl Decoder {
             let mut shared = Shared::new(step, &ours, &positions.host, self.width, self.eps)?;
             let attentions = self.attentions(blocks.clone(), Home::Host);
             shared.scores = Scores::new(step, positions.host.dim(0), cache, attentions)?;
+            let mut ready: Option<Wanted> = None;
             for (number, (block, layer)) in ours.iter().zip(&cache.layers()[blocks.clone()]).enumerate() {
                 let input = match &inputs {
                     Some((inputs, width)) => Some(inputs.narrow(1, number * width, *width)?),
                     None => None,
                 };
                 layer.on_host.iter().for_each(|block| step.keep(Arc::clone(block) as _));
-                block.forward(step, &shared, &residual.host, input.as_ref(), layer)?;
+                let x = written(step, ready.take(), block, &shared, &residual.host)?;
+                ready = ours.get(number + 1).map(|next| next.wanted(&shared)).transpose()?;
+                block.forward(step, &shared, &residual.host, &x, input.as_ref(), layer, ready.as_ref())?;
             }
             Ok(())
         })?;
@@ -188,6 +202,22 @@ impl Decoder {
             None => Ok(()),
         }
     }
+}
+
+/// What a block reads of `h`: as the block before it wrote it, or by a kernel of its own.
+fn written(
+    step: &mut Step<'_>,
+    ready: Option<Wanted>,
+    block: &Block,
+    shared: &Shared,
+    h: &TensorView,
+) -> Result<Wanted> {
+    if let Some(ready) = ready {
+        return Ok(ready);
+    }
+    let x = block.wanted(shared)?;
+    x.norm(step, h, shared.eps)?;
+    Ok(x)
 }
 
 fn tap(step: &mut Step<'_>, taps: Option<&Taps>, index: usize, from: &TensorView) -> Result<()> {

@@ -1,12 +1,11 @@
 //! Feed-forward parts: dense, and with experts that a router picks.
 
-use evergraph_kernels::ops::{
-    Activation, Add, Copy, ExpertSum, GatherExperts, Glu, RmsNorm, Router, Scoring, TensorView,
-};
+use evergraph_kernels::ops::{Activation, Add, ExpertSum, GatherExperts, Glu, RmsNorm, Router, Scoring, TensorView};
 use evergraph_kernels::quant::QuantType;
 
 use super::block::{Shared, fitted};
 use super::input::{CrossingInput, Input, Room, is_on_host};
+use super::residual::Wanted;
 use super::streamed::Streamed;
 use super::weights::Weights;
 use crate::engine::{Asked, Step};
@@ -98,6 +97,8 @@ pub(super) struct RouterScratch {
     logits: TensorView,
     ids: TensorView,
     weights: TensorView,
+    /// `[T, D]`: the normed input of a router that has a norm of its own.
+    x: TensorView,
     /// `[T, K, D]`; none where all experts are the host's.
     y: Option<TensorView>,
 }
@@ -152,6 +153,7 @@ impl RouterScratch {
             logits: step.floats("router logits", &[tokens, count])?,
             ids: step.scratch("expert ids", QuantType::I32, &[tokens, used])?,
             weights: step.floats("expert weights", &[tokens, used])?,
+            x: step.floats("router input", &[tokens, width])?,
             y: if here { Some(step.floats("expert outputs", &[tokens, used * width])?) } else { None },
         }))
     }
@@ -192,71 +194,98 @@ impl Fetched {
     }
 }
 
+/// What a branch reads: norms of the residual stream.
+#[derive(Debug)]
+pub(super) struct BranchInput {
+    x: Wanted,
+    /// Of a router that has a norm of its own.
+    router: Option<Wanted>,
+}
+
+impl BranchInput {
+    /// The norms.
+    pub(super) fn wanted(&self) -> impl Iterator<Item = &Wanted> {
+        [&self.x].into_iter().chain(&self.router)
+    }
+}
+
 impl Branch {
+    /// Its input, yet to be written to the place of this number; none where the host does the branch.
+    pub(super) fn input(&self, step: &Step<'_>, shared: &Shared, place: usize) -> Result<Option<BranchInput>> {
+        let place = shared.place(place);
+        let (x, router) = match &self.part {
+            _ if self.part.is_on_host() && !step.is_on_host() && shared.streamed.is_none() => return Ok(None),
+            FeedForward::Dense(dense) => (place.normed([&dense.gate, &dense.up], false)?, None),
+            FeedForward::Experts(experts) => {
+                // A router without a norm of its own reads the floats.
+                let own = experts.router_norm.as_ref().zip(shared.router.as_ref());
+                let streamed = shared.streamed.as_ref().filter(|_| experts.are_on_host());
+                let weights = match streamed {
+                    // As they will be where they come to.
+                    Some(streamed) => (0..experts.gate_up.weights().count()).map(|n| streamed.coming(n)).collect(),
+                    None => Ok(experts.gate_up.weights().cloned().collect::<Vec<_>>()),
+                }?;
+                let x = place.normed(&weights, own.is_none())?;
+                let router = own.map(|((norm, scale), scratch)| {
+                    let input = Input::unwritten(None, &scratch.x, [&experts.router], true)?;
+                    Ok::<_, crate::Error>(Wanted::new(norm, *scale, input))
+                });
+                (x, router.transpose()?)
+            }
+        };
+        Ok(Some(BranchInput { x: Wanted::new(&self.norm, 1.0, x), router }))
+    }
+
     /// Asks the host for what it alone does in this branch, if it does.
     pub(super) fn ask_host(
         &self,
         step: &mut Step<'_>,
         shared: &Shared,
         h: &TensorView,
+        place: usize,
     ) -> Result<Option<AskedExperts>> {
         match &self.part {
             FeedForward::Experts(experts)
                 if experts.are_on_host() && !step.is_on_host() && shared.streamed.is_none() =>
             {
-                experts.ask_host(step, shared, h, &self.norm)
+                experts.ask_host(step, shared, h, &self.norm, &shared.place(place).x)
             }
             _ => Ok(None),
         }
     }
 
-    /// What the branch adds for `h`, into `shared.y`: in place of what is there, or on top of it. The host may have been asked
-    /// for it.
+    /// What the branch adds for `h`, before its last norm: into `out`, or where the host puts it, which may have been asked for
+    /// it. Gives where it is.
     pub(super) fn forward(
         &self,
         step: &mut Step<'_>,
         shared: &Shared,
-        h: &TensorView,
-        on_top: bool,
+        [h, out]: [&TensorView; 2],
+        place: usize,
+        input: Option<&BranchInput>,
         asked: Option<AskedExperts>,
-    ) -> Result<()> {
-        let (y, eps) = (&shared.y, shared.eps);
-        let mut out = if on_top { shared.branch.as_ref().unwrap_or(y) } else { y };
+    ) -> Result<TensorView> {
         let asked = match asked {
             Some(asked) => Some(asked),
-            None => self.ask_host(step, shared, h)?,
+            None => self.ask_host(step, shared, h, place)?,
         };
-        let sum = match (asked, &self.part) {
-            (Some(AskedExperts { asked, sum, beside: None }), _) => {
+        let room = shared.place(place).room.as_ref();
+        match (asked, input, &self.part) {
+            (Some(AskedExperts { asked, sum, beside: None }), _, _) => {
                 step.wait(asked)?;
-                Some(sum)
+                return Ok(sum);
             }
-            (Some(AskedExperts { asked, sum, beside: Some(rest) }), _) => {
+            (Some(AskedExperts { asked, sum, beside: Some(rest) }), _, _) => {
                 step.wait(asked)?;
                 step.push(Add { a: rest.clone(), b: sum, out: rest.clone() })?;
-                Some(rest)
+                return Ok(rest);
             }
-            (None, FeedForward::Dense(dense)) => {
-                dense.forward(step, shared, h, &self.norm, out)?;
-                None
-            }
-            (None, FeedForward::Experts(experts)) => {
-                experts.forward(step, shared, h, &self.norm, out)?;
-                None
-            }
-        };
-        match &sum {
-            // Read where the host put it, but for a branch without a norm of its own that is to leave it in `y`.
-            Some(sum) if on_top || self.post_norm.is_some() => out = sum,
-            Some(sum) => step.push(Copy { src: sum.clone(), dst: out.clone() })?,
-            None => {}
+            (None, Some(input), FeedForward::Dense(dense)) => dense.forward(step, shared, room, input, out)?,
+            (None, Some(input), FeedForward::Experts(experts)) => experts.forward(step, shared, room, input, out)?,
+            // A branch without an input is the host's.
+            (None, None, _) => {}
         }
-        match (&self.post_norm, on_top) {
-            (Some(norm), true) => step.push(RmsNorm::add_to(y.clone(), out.clone(), norm.clone(), eps)),
-            (Some(norm), false) => step.push(RmsNorm::new(out.clone(), norm.clone(), y.clone(), eps)),
-            (None, true) => step.push(Add { a: y.clone(), b: out.clone(), out: y.clone() }),
-            (None, false) => Ok(()),
-        }
+        Ok(out.clone())
     }
 }
 
@@ -320,15 +349,13 @@ impl Dense {
         &self,
         step: &mut Step<'_>,
         shared: &Shared,
-        h: &TensorView,
-        norm: &TensorView,
+        room: Option<&Room>,
+        input: &BranchInput,
         out: &TensorView,
     ) -> Result<()> {
-        let (tokens, hidden, room) = (h.dim(0), self.gate.dim(0), shared.room.as_ref());
+        let (tokens, hidden, x) = (out.dim(0), self.gate.dim(0), input.x.input());
         let gate = fitted(&shared.gate, tokens, hidden)?;
         let up = fitted(&shared.up, tokens, hidden)?;
-        let norm = RmsNorm::new(h.clone(), norm.clone(), shared.x.clone(), shared.eps);
-        let x = Input::unwritten(room, &shared.x, [&self.gate, &self.up], false)?.norm(step, norm)?;
         x.times(step, &self.gate, &gate)?;
         x.times(step, &self.up, &up)?;
         let glu = Glu::new(gate.clone(), up, gate.clone(), self.activation);
@@ -411,29 +438,23 @@ impl Experts {
         &self,
         step: &mut Step<'_>,
         shared: &Shared,
-        h: &TensorView,
-        norm: &TensorView,
+        quantised: Option<&Room>,
+        input: &BranchInput,
         out: &TensorView,
     ) -> Result<()> {
         let Some(scratch @ RouterScratch { ids, weights, y: Some(y), .. }) = &shared.router else { return Ok(()) };
-        let fit = |buffer: &TensorView, cols: usize| fitted(buffer, h.dim(0), cols);
+        let fit = |buffer: &TensorView, cols: usize| fitted(buffer, out.dim(0), cols);
         let (ids, weights) = (fit(ids, self.used)?, fit(weights, self.used)?);
-        let logits = self.logits(step, shared, scratch, h, norm)?;
+        let logits = self.logits(step, scratch, input.router.as_ref().unwrap_or(&input.x).input().floats())?;
         step.push(choose(logits, &ids, &weights))?;
         let room = ExpertRoom {
             gate: fit(&shared.gate, self.used * self.hidden())?,
             up: fit(&shared.up, self.up())?,
-            y: fit(y, self.used * h.dim(1))?,
-            quantised: shared.room.as_ref(),
+            y: fit(y, self.used * out.dim(1))?,
+            quantised,
         };
         let streamed = shared.streamed.as_ref().filter(|_| self.are_on_host());
-        let coming = match streamed {
-            Some(streamed) => (0..self.gate_up.weights().count()).map(|place| streamed.coming(place)).collect(),
-            None => Ok(self.gate_up.weights().cloned().collect::<Vec<_>>()),
-        }?;
-        let x = Input::unwritten(room.quantised, &shared.x, &coming, self.router_norm.is_none())?;
-        let x = self.write_input(step, shared, h, norm, x)?;
-        self.outputs(step, streamed, &x, [ids, weights], &room, out)
+        self.outputs(step, streamed, input.x.input(), [ids, weights], &room, out)
     }
 
     /// Asks the host for the sum of the experts' outputs. What they take crosses in as few bytes as it has.
@@ -443,16 +464,22 @@ impl Experts {
         shared: &Shared,
         h: &TensorView,
         norm: &TensorView,
+        normed: &TensorView,
     ) -> Result<Option<AskedExperts>> {
         let Some(scratch) = &shared.router else { return Ok(None) };
         let (tokens, width, used, hidden) = (h.dim(0), h.dim(1), self.used, self.hidden());
         // Before anything crosses: the router may be on the host too, and have a turn of its own.
-        let logits = self.logits(step, shared, scratch, h, norm)?;
+        let norm = RmsNorm::new(h.clone(), norm.clone(), normed.clone(), shared.eps);
+        match &self.router_norm {
+            Some((own, scale)) => step.push(RmsNorm { weight: Some(own.clone()), scale: *scale, ..norm.clone() })?,
+            None => step.push(norm.clone())?,
+        }
+        let logits = self.logits(step, scratch, normed)?;
         let ids = step.crossing("expert ids on the host", QuantType::I32, &[tokens, used])?;
         let weights = step.crossing("expert weights on the host", QuantType::F32, &[tokens, used])?;
         step.push(choose(logits, &ids.device, &weights.device))?;
-        let CrossingInput { written, read: x } = Input::crossing(step, &shared.x, self.gate_up.weights())?;
-        self.write_input(step, shared, h, norm, written)?;
+        let CrossingInput { written, read: x } = Input::crossing(step, normed, self.gate_up.weights())?;
+        self.write_input(step, &written, &norm, normed)?;
         let sum = step.crossing("sum of experts of the host", QuantType::F32, &[tokens, width])?;
         let fetched = shared.fetched.as_ref().filter(|_| tokens == 1);
         // The device has the first.
@@ -470,20 +497,28 @@ impl Experts {
             self.outputs(step, None, &x, [ids, weights], &room, &sum.host)
         })?;
         let beside = match fetched {
-            Some(fetched) => Some(self.fetch(step, shared, fetched, h, norm, [&ids.device, &weights.device])?),
+            Some(fetched) => Some(self.fetch(step, fetched, &norm, normed, [&ids.device, &weights.device])?),
             None => None,
         };
         Ok(Some(AskedExperts { asked, sum: sum.device, beside }))
     }
 
-    /// What the first chosen experts add, which the device fetches from the host for one token.
+    /// Writes the experts' input, a norm of the residual stream, after the router had its own in `normed`.
+    fn write_input(&self, step: &mut Step<'_>, x: &Input, norm: &RmsNorm, normed: &TensorView) -> Result<()> {
+        match &self.router_norm {
+            Some(_) => x.norm(step, norm.clone()),
+            None => x.fill(step, normed),
+        }
+    }
+
+    /// What the first chosen experts add, which the device fetches from the host for one token. Their input goes to `normed`, after
+    /// the router is done with it.
     fn fetch(
         &self,
         step: &mut Step<'_>,
-        shared: &Shared,
         fetched: &Fetched,
-        h: &TensorView,
-        norm: &TensorView,
+        norm: &RmsNorm,
+        normed: &TensorView,
         [ids, weights]: [&TensorView; 2],
     ) -> Result<TensorView> {
         let Some(on_bus) = &self.on_bus else {
@@ -504,8 +539,8 @@ impl Experts {
             GateUp::Apart { gate, up } => GateUp::Apart { gate: fetch(step, 0, gate)?, up: fetch(step, 1, up)? },
         };
         let down = fetch(step, 2, &on_bus.down)?;
-        let x = Input::unwritten(fetched.room.as_ref(), &shared.x, gate_up.weights(), self.router_norm.is_none())?;
-        let x = self.write_input(step, shared, h, norm, x)?;
+        let x = Input::unwritten(fetched.room.as_ref(), normed, gate_up.weights(), self.router_norm.is_none())?;
+        self.write_input(step, &x, norm, normed)?;
         let room = ExpertRoom {
             gate: fitted(&fetched.gate, 1, share * self.hidden())?,
             up: fitted(&fetched.up, 1, share * (self.up() / self.used))?,
@@ -527,40 +562,12 @@ impl Experts {
         if matches!(self.gate_up, GateUp::Merged(_)) { 2 * hidden } else { hidden }
     }
 
-    /// The router's logits, made of its normed input in `shared.x`.
-    fn logits(
-        &self,
-        step: &mut Step<'_>,
-        shared: &Shared,
-        scratch: &RouterScratch,
-        h: &TensorView,
-        norm: &TensorView,
-    ) -> Result<TensorView> {
-        if let Some((norm, scale)) = &self.router_norm {
-            let norm = RmsNorm::new(h.clone(), norm.clone(), shared.x.clone(), shared.eps);
-            step.push(RmsNorm { scale: *scale, ..norm })?;
-        } else {
-            step.push(RmsNorm::new(h.clone(), norm.clone(), shared.x.clone(), shared.eps))?;
-        }
-        let logits = fitted(&scratch.logits, h.dim(0), self.router.dim(0))?;
+    /// The router's logits for its normed input.
+    fn logits(&self, step: &mut Step<'_>, scratch: &RouterScratch, x: &TensorView) -> Result<TensorView> {
+        let logits = fitted(&scratch.logits, x.dim(0), self.router.dim(0))?;
         // The choice of experts is made of floats always: a rounded input may choose others.
-        Input::new(step, None, &shared.x, [&self.router])?.times(step, &self.router, &logits)?;
+        Input::new(step, None, x, [&self.router])?.times(step, &self.router, &logits)?;
         Ok(logits)
-    }
-
-    /// Writes the experts' input, after the router had its own.
-    fn write_input(
-        &self,
-        step: &mut Step<'_>,
-        shared: &Shared,
-        h: &TensorView,
-        norm: &TensorView,
-        x: Input,
-    ) -> Result<Input> {
-        match &self.router_norm {
-            Some(_) => x.norm(step, RmsNorm::new(h.clone(), norm.clone(), shared.x.clone(), shared.eps)),
-            None => x.fill(step, &shared.x),
-        }
     }
 
     /// The weighted sum of the chosen experts' outputs, where the ops at hand run.

@@ -9,8 +9,34 @@ use evergraph_kernels::quant::QuantType;
 use crate::engine::{ActType, Step};
 use crate::error::Result;
 
-/// Room for one quantised input. All inputs of a step use it one after the other: an input is read only until the next
-/// one is made.
+/// Where inputs of one place in a block go: norms of the residual stream, and codes. They use it one after the other: an
+/// input is read only until the next one of its place is made.
+#[derive(Debug)]
+pub(super) struct Place {
+    /// `[T, D]`.
+    pub(super) x: TensorView,
+    /// For codes, where there are any.
+    pub(super) room: Option<Room>,
+}
+
+impl Place {
+    /// For `tokens` of `width`, and codes of up to `elements` for these weights.
+    pub(super) fn new<'a>(
+        step: &mut Step<'_>,
+        [tokens, width]: [usize; 2],
+        elements: usize,
+        weights: impl IntoIterator<Item = &'a TensorView>,
+    ) -> Result<Self> {
+        Ok(Self { x: step.floats("block input", &[tokens, width])?, room: Room::new(step, elements, weights)? })
+    }
+
+    /// A norm of the residual stream, yet to be written, as [`Input::unwritten`].
+    pub(super) fn normed<'a>(&self, weights: impl IntoIterator<Item = &'a TensorView>, kept: bool) -> Result<Input> {
+        Input::unwritten(self.room.as_ref(), &self.x, weights, kept)
+    }
+}
+
+/// Room for one quantised input.
 #[derive(Debug)]
 pub(super) struct Room {
     /// `[elements]` I8.
@@ -122,12 +148,11 @@ impl Input {
     }
 
     /// Appends what makes the input of floats that are there already.
-    pub(super) fn fill(self, step: &mut Step<'_>, x: &TensorView) -> Result<Self> {
+    pub(super) fn fill(&self, step: &mut Step<'_>, x: &TensorView) -> Result<()> {
         if self.floats_read && self.floats != *x {
             step.push(Copy { src: x.clone(), dst: self.floats.clone() })?;
         }
-        self.quantize(step, x)?;
-        Ok(self)
+        self.quantize(step, x)
     }
 
     fn quantize(&self, step: &mut Step<'_>, x: &TensorView) -> Result<()> {
@@ -137,10 +162,14 @@ impl Input {
         step.push(Quantize { x: x.reshape(&[rows, cols])?, q: q.reshape(&[rows, cols])?, scales })
     }
 
+    /// The codes, if anybody reads them.
+    pub(super) fn codes(&self) -> Option<&Codes> {
+        self.codes.as_ref()
+    }
+
     /// Appends a norm that writes the input.
-    pub(super) fn norm(self, step: &mut Step<'_>, norm: RmsNorm) -> Result<Self> {
-        step.push(RmsNorm { out: self.out(), codes: self.codes.clone(), ..norm })?;
-        Ok(self)
+    pub(super) fn norm(&self, step: &mut Step<'_>, norm: RmsNorm) -> Result<()> {
+        step.push(RmsNorm { out: self.out(), codes: self.codes.clone(), ..norm })
     }
 
     /// Appends a gated unit that writes the input.
@@ -155,7 +184,7 @@ impl Input {
     }
 
     /// The floats, if anybody reads them.
-    fn out(&self) -> Option<TensorView> {
+    pub(super) fn out(&self) -> Option<TensorView> {
         Some(self.floats.clone()).filter(|_| self.floats_read)
     }
 

@@ -1,9 +1,10 @@
 //! Per-layer embeddings: what each block gets of the token itself, beside the residual stream.
 
-use evergraph_kernels::ops::{Activation, Glu, RmsNorm, TensorView};
+use evergraph_kernels::ops::{Activation, Glu, Part, ResidualNorm, RmsNorm, TensorView};
 
 use super::block::{Shared, fitted};
 use super::input::{Input, Room, get_rows};
+use super::residual::{self, Wanted};
 use crate::engine::Step;
 use crate::error::Result;
 
@@ -66,10 +67,10 @@ impl LayerInput {
 
     /// The residual stream as the input of its first product, yet to be written.
     pub(super) fn gated(&self, shared: &Shared, h: &TensorView) -> Result<Input> {
-        Input::unwritten(shared.room.as_ref(), h, [&self.gate], true)
+        Input::unwritten(shared.place(0).room.as_ref(), h, [&self.gate], true)
     }
 
-    /// `h = gain * (h + norm(projection(gelu(gate h) * input)))`, with `input` `[T, P]`.
+    /// `h = gain * (h + norm(projection(gelu(gate h) * input)))`, with `input` `[T, P]`, and what is wanted next.
     pub(super) fn forward(
         &self,
         step: &mut Step<'_>,
@@ -77,14 +78,16 @@ impl LayerInput {
         h: Input,
         input: &TensorView,
         gain: f32,
+        next: Option<&Wanted>,
     ) -> Result<()> {
-        let room = shared.room.as_ref();
+        let room = shared.place(0).room.as_ref();
         let gate = fitted(&shared.gate, input.dim(0), self.gate.dim(0))?;
         h.times(step, &self.gate, &gate)?;
         let glu = Glu::new(gate.clone(), input.clone(), gate.clone(), Activation::GeluTanh);
         let hidden = Input::unwritten(room, &gate, [&self.projection], false)?.glu(step, glu)?;
         hidden.times(step, &self.projection, &shared.y)?;
-        let norm = RmsNorm::add_to(h.floats().clone(), shared.y.clone(), self.post_norm.clone(), shared.eps);
-        step.push(RmsNorm { gain, ..norm })
+        let parts = vec![Part { x: shared.y.clone(), norm: None }];
+        let (h, weight, eps) = (h.floats().clone(), self.post_norm.clone(), shared.eps);
+        residual::add(step, ResidualNorm { h, parts, weight, gain, eps, normed: Vec::new() }, next)
     }
 }

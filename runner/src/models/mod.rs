@@ -11,6 +11,7 @@ mod keys;
 mod kv;
 mod layer_input;
 mod reads;
+mod residual;
 mod streamed;
 mod weights;
 

@@ -1,6 +1,7 @@
 use super::*;
 use crate::ops::{
-    Activation, Add, Advance, Codes, Fill, Glu, Mul, Quantize, RmsNorm, Rope, RopeKind, Scale, Softcap, Yarn,
+    Activation, Add, Advance, Codes, Fill, Glu, Mul, Normed, Part, Quantize, ResidualNorm, RmsNorm, Rope, RopeKind,
+    Scale, Softcap, Yarn,
 };
 
 fn norm(x: &[f32], weight: Option<&[f32]>, eps: f64, scale: f64) -> Vec<f64> {
@@ -105,6 +106,64 @@ fn codes_of_norms_and_gates_are_those_of_a_quantised_result() {
                 assert_eq!((bits(&read(&normed)), bits(&read(&gated))), (want_norm.1.clone(), want_gate.1.clone()));
             }
         }
+    }
+}
+
+/// One launch gives the bits of the norms and sums that it stands for.
+#[test]
+fn a_sum_onto_the_residual_and_its_norms_are_those_of_single_ops() {
+    for (parts, normed_parts, gain) in [(1, 0, 1.0), (1, 1, 0.8), (2, 2, 1.0), (2, 0, 1.5)] {
+        let (shape, n) = ([3, 96], 3 * 96);
+        let mut memory = Memory::default();
+        let mut noise = |shape: &[usize], seed| memory.floats(shape, &random(seed, shape.iter().product()));
+        let xs = [noise(&shape, 1), noise(&shape, 2)];
+        let weights: Vec<_> = (3..9).map(|seed| noise(&[96], seed)).collect();
+        let eps = 1e-6;
+
+        // In single ops.
+        let (h, y) = (memory.floats(&shape, &random(9, n)), memory.output(&shape));
+        for (i, x) in xs[..parts].iter().enumerate() {
+            let (x, weight, y) = (x.clone(), weights[i].clone(), y.clone());
+            let run = |op: &dyn Op| memory.run(op).unwrap();
+            match (i < normed_parts, i) {
+                (true, 0) => run(&RmsNorm::new(x, weight, y, eps)),
+                (true, _) => run(&RmsNorm::add_to(y, x, weight, eps)),
+                (false, 0) => run(&Scale { x, out: y, factor: 1.0 }),
+                (false, _) => run(&Add { a: y.clone(), b: x, out: y }),
+            }
+        }
+        memory.run(&RmsNorm { gain, ..RmsNorm::add_to(h.clone(), y, weights[2].clone(), eps) }).unwrap();
+        let mut wanted = Vec::new();
+        for (weight, scale) in weights[3..].iter().zip([1.0, 0.25, 1.0]) {
+            let (out, codes) = (memory.output(&shape), codes(&mut memory, &shape));
+            let norm = RmsNorm { scale, ..RmsNorm::new(h.clone(), weight.clone(), out.clone(), eps) };
+            memory.run(&RmsNorm { codes: Some(codes.clone()), ..norm }).unwrap();
+            wanted.push((bits(&read(&out)), code_bits(&codes)));
+        }
+
+        let memory = std::cell::RefCell::new(memory);
+        same_on_any_threads(|| {
+            let mut memory = memory.borrow_mut();
+            let new_h = memory.floats(&shape, &random(9, n));
+            let mut op =
+                ResidualNorm { h: new_h.clone(), parts: vec![], weight: weights[2].clone(), gain, eps, normed: vec![] };
+            for (i, x) in xs[..parts].iter().enumerate() {
+                let norm = (i < normed_parts).then(|| weights[i].clone());
+                op.parts.push(Part { x: x.clone(), norm });
+            }
+            for (i, scale) in [1.0, 0.25, 1.0].into_iter().enumerate() {
+                let out = (i != 2).then(|| memory.output(&shape));
+                let codes = (i != 1).then(|| codes(&mut memory, &shape));
+                op.normed.push(Normed { weight: weights[3 + i].clone(), scale, out, codes });
+            }
+            memory.run(&op).unwrap();
+            assert_eq!(bits(&read(&new_h)), bits(&read(&h)));
+            for (normed, (floats, codes)) in op.normed.iter().zip(&wanted) {
+                assert!(normed.out.as_ref().is_none_or(|out| bits(&read(out)) == *floats));
+                assert!(normed.codes.as_ref().is_none_or(|got| code_bits(got) == *codes));
+            }
+            read(&new_h)
+        });
     }
 }
 
