@@ -175,6 +175,18 @@ impl Error {
         }
     }
 
+    /// Whether memory was short.
+    #[must_use]
+    pub fn is_out_of_memory(&self) -> bool {
+        match self {
+            Self::Pool { source } | Self::Graph { source: evergraph_graphcache::CacheError::Pool(source) } => {
+                source.is_out_of_memory()
+            }
+            Self::Driver(error) => error.is_out_of_memory(),
+            _ => false,
+        }
+    }
+
     /// The text without its advice, and the advice.
     #[must_use]
     pub fn parts(&self) -> (String, Option<String>) {

@@ -184,3 +184,53 @@ fn with_scores_written_out_a_limit_near_the_edge_is_met_or_told() {
         assert!(done > 0 && short > 0, "{done} done, {short} short of memory, {start} to {most} bytes");
     }
 }
+
+#[test]
+fn a_prompt_goes_in_smaller_steps_where_memory_is_short_and_the_text_is_the_same() {
+    let prompt: Vec<u32> = (0..300).map(|index| 3 + index * 37 % 500).collect();
+    let text = |session: &mut Session| {
+        let (mut next, mut picked) = (0, Vec::new());
+        session.feed(&prompt, |_, first, count| {
+            assert_eq!(first, next, "steps follow each other");
+            next += count;
+            Ok(())
+        })?;
+        assert_eq!(next, prompt.len());
+        picked.push(session.pick()?);
+        for _ in 0..4 {
+            picked.push(session.decode()?);
+        }
+        Ok::<_, Error>(picked)
+    };
+    for config in [PoolConfig::vmm().chunk(CHUNK), PoolConfig::slab()] {
+        let new = || session_with(config.clone(), true, 400, 256, false);
+        let mut free = new();
+        let pool = free.runtime().pool().clone();
+        let start = pool.stats().reserved_bytes.current as usize;
+        let wanted = text(&mut free).unwrap();
+        assert_eq!(free.step_tokens(), 256);
+        let most = pool.stats().reserved_bytes.peak as usize;
+        let (mut whole, mut smaller) = (0, Vec::new());
+        for part in 1..=16 {
+            let mut session = new();
+            session.runtime().pool().set_limit(Some(start + (most - start) * part / 16));
+            match text(&mut session) {
+                Ok(picked) => {
+                    assert_eq!(picked, wanted, "{part} of 16 parts of the memory");
+                    if session.step_tokens() < 256 {
+                        smaller.push(session.step_tokens())
+                    } else {
+                        whole += 1
+                    }
+                    // The next text may have more memory.
+                    session.clear().unwrap();
+                    assert_eq!(session.step_tokens(), 256);
+                }
+                Err(error) => assert!(error.is_out_of_memory(), "{error}"),
+            }
+            session.runtime().pool().check().unwrap();
+        }
+        assert!(whole > 0 && smaller.len() > 2, "whole {whole}, in smaller steps {smaller:?}");
+        assert!(smaller.is_sorted() && smaller[0] < 128, "less memory, smaller steps: {smaller:?}");
+    }
+}

@@ -75,7 +75,9 @@ impl Shape {
     }
 
     fn values(self, name: &str) -> Case {
-        Case::new("attention_values", name, 2e-6, move |t| {
+        // Sums over many keys are put together in another order.
+        let tolerance = if self.past > 8000 { 5e-6 } else { 2e-6 };
+        Case::new("attention_values", name, tolerance, move |t| {
             let weights = t.random(self.tokens * self.heads * self.capacity());
             let p = t.strided(&[self.tokens, self.heads, self.capacity()], &weights, self.gap, self.gap)?;
             let (v, positions) = (self.cache(t, self.dv)?, self.positions(t)?);

@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use evergraph_graphcache::Scope;
 use evergraph_kernels::host::{HostBlock, HostFaults, HostNode, HostPart, Keep};
@@ -74,6 +74,8 @@ pub(crate) struct HostSide {
     keep: Vec<Keep>,
     /// On which experts come to the device, and from how many tokens on.
     lane: Option<(Arc<Lane>, usize)>,
+    /// Whether they do not come any more, for want of memory.
+    experts_stay: AtomicBool,
     /// Of a single token's experts, how many the device does.
     device_share: usize,
     /// 0, 1, 2 …
@@ -153,6 +155,7 @@ impl HostSide {
                 Some(tokens) => Some((Lane::new(pool.driver())?, tokens)),
                 None => None,
             },
+            experts_stay: AtomicBool::new(false),
             device_share: shares.device.min(MOST_PLACES),
             places: {
                 let places = pool.alloc_for::<i32>(MOST_PLACES, Purpose::State, stream)?;
@@ -168,7 +171,13 @@ impl HostSide {
     }
 
     pub(super) fn lane(&self, tokens: usize) -> Option<Arc<Lane>> {
-        self.lane.as_ref().filter(|(_, from)| tokens >= *from).map(|(lane, _)| Arc::clone(lane))
+        let come = !self.experts_stay.load(Ordering::Relaxed);
+        self.lane.as_ref().filter(|(_, from)| come && tokens >= *from).map(|(lane, _)| Arc::clone(lane))
+    }
+
+    /// Has experts stay on the host, in steps of so many tokens too; whether they came to the device in such.
+    pub(super) fn keep_experts(&self, tokens: usize) -> bool {
+        self.lane(tokens).is_some() && !self.experts_stay.swap(true, Ordering::Relaxed)
     }
 
     pub(super) fn device_share(&self) -> usize {

@@ -98,6 +98,8 @@ pub struct Session {
     /// Where a part of the model is on the host.
     side: Option<HostSide>,
     lost: Cell<bool>,
+    /// Tokens of a step at most: fewer than `ubatch` where memory was short.
+    step_tokens: usize,
     /// Tokens in the cache.
     taken: usize,
     /// Tokens of the last step of a prompt.
@@ -245,6 +247,7 @@ impl Session {
             io,
             side,
             lost: Cell::new(false),
+            step_tokens: ubatch,
             taken: 0,
             last_batch: 0,
             placed: None,
@@ -267,6 +270,12 @@ impl Session {
     #[must_use]
     pub fn context(&self) -> usize {
         self.context
+    }
+
+    /// Tokens in a step of a prompt at most: those that were asked for, or fewer where memory was short.
+    #[must_use]
+    pub fn step_tokens(&self) -> usize {
+        self.step_tokens
     }
 
     /// Rows of logits made at a time.
@@ -301,6 +310,7 @@ impl Session {
         self.taken = 0;
         self.last_batch = 0;
         self.placed = None;
+        self.step_tokens = self.ubatch;
         self.lost.set(false);
         self.cache.clear()
     }
@@ -367,7 +377,7 @@ impl Session {
         ran.map(|_| ())
     }
 
-    /// Appends tokens, as many at a time as fit a step. After each step `each` gets the session, the number of
+    /// Appends tokens, as many at a time as fit a step; where there is no memory for so many, fewer. After each step `each` gets the session, the number of
     /// the step's first token within `tokens` and the number of its tokens; there it may ask for
     /// [`logits`](Self::logits).
     ///
@@ -382,11 +392,40 @@ impl Session {
         if let Some(&id) = tokens.iter().find(|&&id| id as usize >= vocabulary) {
             return Err(Error::TokenId { id: id.into(), vocabulary });
         }
-        for (number, batch) in tokens.chunks(self.ubatch).enumerate() {
-            self.feed_batch(batch)?;
-            each(self, number * self.ubatch, batch.len())?;
+        let mut done = 0;
+        while done < tokens.len() {
+            let count = (tokens.len() - done).min(self.step_tokens);
+            match self.feed_batch(&tokens[done..done + count]) {
+                Ok(()) => {
+                    each(self, done, count)?;
+                    done += count;
+                }
+                Err(error) if error.is_out_of_memory() && self.make_do(count) => {}
+                Err(error) => return Err(error),
+            }
         }
         Ok(())
+    }
+
+    /// After there was no memory for a step of `count` tokens: takes to less, from here on. Whether there is less to take to.
+    fn make_do(&mut self, count: usize) -> bool {
+        // Below that a step's scratch is not what memory is short for.
+        const FEWEST: usize = 32;
+        if self.side.as_ref().is_some_and(|side| side.keep_experts(count)) {
+            tracing::info!(tokens = count, "no memory for experts of the host on the device: the host does them");
+        } else if count > FEWEST {
+            self.step_tokens = (count / 2).max(FEWEST);
+            tracing::info!(
+                tokens = count,
+                from_now = self.step_tokens,
+                "no memory for a step: prompts go in smaller ones"
+            );
+        } else {
+            return false;
+        }
+        // Nothing of the step was launched but what the next try does again.
+        self.lost.set(false);
+        true
     }
 
     fn feed_batch(&mut self, batch: &[u32]) -> Result<()> {
@@ -397,7 +436,7 @@ impl Session {
         let positions: Vec<i32> = (self.taken..self.taken + count).map(|position| position as i32).collect();
         self.runtime.stream().upload(&ids, &self.io.ids.slice)?;
         self.runtime.stream().upload(&positions, &self.io.positions.slice)?;
-        let scored = self.cache.scored().unwrap_or(0);
+        let scored = self.cache.scored(count).unwrap_or(0);
         self.run(self.key("prompt", [count, scored, 0]), |step| {
             let (ids, positions) = (self.io.ids.first(count)?, self.io.positions.first(count)?);
             let out = self.io.hidden.first(count)?;
@@ -490,7 +529,7 @@ impl Session {
         self.cache.reach(self.taken + 1)?;
         // Not known if the step fails half-way.
         self.placed = None;
-        let scored = self.cache.scored().unwrap_or(0);
+        let scored = self.cache.scored(1).unwrap_or(0);
         self.run(self.key("decode", [1, scored, 0]), |step| {
             let (ids, positions) = (&self.io.token.view, &self.io.position.view);
             let out = self.io.hidden.first(1)?;

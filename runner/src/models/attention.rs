@@ -79,6 +79,8 @@ pub(super) struct Scores {
     room: TensorView,
     /// Tokens that the step reaches at most.
     reach: usize,
+    /// Whether all layers write them out; else those that keep the whole text, on the device.
+    all: bool,
 }
 
 impl Scores {
@@ -89,12 +91,14 @@ impl Scores {
         cache: &KvCache,
         blocks: impl Iterator<Item = (usize, &'a AttentionPart)>,
     ) -> Result<Option<Self>> {
-        let Some(reach) = cache.scored() else { return Ok(None) };
+        let Some(reach) = cache.scored(tokens) else { return Ok(None) };
         let of = |(index, part): (usize, &AttentionPart)| {
-            part.heads.saturating_mul(cache.layers().get(index).map_or(0, |layer| layer.scored(reach)))
+            let layer = cache.layers().get(index).filter(|layer| cache.writes_scores(layer));
+            part.heads.saturating_mul(layer.map_or(0, |layer| layer.scored(reach)))
         };
-        let Some(most) = blocks.map(of).max() else { return Ok(None) };
-        Ok(Some(Self { room: step.floats("attention scores", &[tokens, most])?, reach }))
+        let Some(most) = blocks.map(of).max().filter(|most| *most > 0) else { return Ok(None) };
+        let all = cache.layers().iter().all(|layer| cache.writes_scores(layer));
+        Ok(Some(Self { all, room: step.floats("attention scores", &[tokens, most])?, reach }))
     }
 
     /// The scores of this many heads for the first `rows` of a cache, `[T, heads, rows]`.
@@ -178,7 +182,8 @@ impl AttentionPart {
     ) -> Result<()> {
         let (positions, scale, window, ring) = (shared.positions.clone(), self.scale, self.window, cache.ring);
         let (k, v, softcap) = (cache.k.clone(), cache.v.clone(), None);
-        let Some(scores) = &shared.scores else {
+        let whole = !cache.ring && cache.on_host.is_empty();
+        let Some(scores) = shared.scores.as_ref().filter(|scores| scores.all || whole) else {
             return step.push(Attention { q, k, v, positions, out, scale, window, softcap, sinks: None, ring });
         };
         let rows = cache.scored(scores.reach);

@@ -45,6 +45,7 @@ pub struct KvCache {
     reached: usize,
     /// Whether attention's scores are written out.
     scores_written: bool,
+    on_gpu: bool,
     /// Tokens that steps may reach now, and ever.
     end: usize,
     context: usize,
@@ -73,6 +74,9 @@ struct Growing {
 
 /// Where attention's scores are written out, their length goes by steps of so many tokens.
 const LENGTHS: usize = 256;
+
+/// Tokens from which on a text is long for one token's attention in one kernel.
+const LONG: usize = 1024;
 
 impl LayerCache {
     /// Rows that scores are written out for in a step that reaches so many tokens.
@@ -141,7 +145,8 @@ impl KvCache {
         }
         let touches = growing.iter().map(|growing| growing.slice.touch(0)).collect();
         let (reached, scores_written, end) = (0, false, 0);
-        Ok(Self { layers, fixed, rings, growing, touches, reached, scores_written, end, context })
+        let on_gpu = pool.driver().info().backend != "host";
+        Ok(Self { layers, fixed, rings, growing, touches, reached, scores_written, on_gpu, end, context })
     }
 
     /// Has attention's scores written out, in scratch as long as the text, in place of one kernel that does without.
@@ -151,11 +156,27 @@ impl KvCache {
         self
     }
 
-    /// Where scores are written out: tokens that those of the next step are for. Shapes follow it, so it is a part of the step's
+    /// Where a step of so many tokens has scores written out: tokens that those of the next step are for. Shapes follow it, so it is a part of the step's
     /// key. It is at least as far as the step may [reach](Self::reach), rounded up so that a graph serves many tokens.
     #[must_use]
-    pub fn scored(&self) -> Option<usize> {
-        self.scores_written.then(|| self.end.max(1).next_multiple_of(LENGTHS).min(self.context))
+    pub fn scored(&self, tokens: usize) -> Option<usize> {
+        let end = self.end.max(1);
+        if self.scores_written {
+            return Some(end.next_multiple_of(LENGTHS).min(self.context));
+        }
+        // Few graphs for a long text: what lies behind its end costs little.
+        self.spreads(tokens).then(|| end.next_power_of_two().min(self.context))
+    }
+
+    /// Whether a step of so many tokens has scores of long caches written out although one kernel would do without: for a
+    /// single token of a long text that kernel has too few rows to spread over a device, the other three spread over the keys.
+    fn spreads(&self, tokens: usize) -> bool {
+        tokens == 1 && self.on_gpu && self.end > LONG
+    }
+
+    /// Whether attention over a layer's cache is to write its scores out, in a step that has [room](Self::scored) for them.
+    pub(super) fn writes_scores(&self, layer: &LayerCache) -> bool {
+        self.scores_written || !layer.ring && layer.on_host.is_empty()
     }
 
     /// The layers' caches.
