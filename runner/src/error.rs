@@ -159,6 +159,20 @@ pub enum Error {
         /// What was asked for.
         bytes: usize,
     },
+    /// A model that no placement makes small enough for the device.
+    #[error(
+        "no placement of the model fits: with all of it on the host the device still needs {needed_bytes} bytes, {free_bytes} are \
+         free and {margin_bytes} of those are to stay so; try: a larger --mem-limit, a smaller -c, smaller -b and -ub, or a \
+         smaller --fit-target"
+    )]
+    NoPlacement {
+        /// What the smallest placement takes.
+        needed_bytes: u64,
+        /// What there is.
+        free_bytes: u64,
+        /// What is to be left.
+        margin_bytes: u64,
+    },
     /// A check that did not hold.
     #[error("a check did not hold: {0}")]
     CheckFailed(String),

@@ -1,9 +1,18 @@
 //! Which of a model's tensors stay on the host. What is there is done there.
 
+mod account;
+mod fit;
+mod plan;
+mod table;
+
 use std::fmt;
 use std::str::FromStr;
 
+pub use account::{Account, Share};
+pub use fit::{Fitted, Needs, fit, rehearse};
+pub use plan::{Candidate, Chosen, Limits, Room, choose};
 use regex::Regex;
+pub use table::table;
 
 /// A side of the machine.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
@@ -68,7 +77,7 @@ impl Names {
 }
 
 /// The block that a tensor of experts belongs to.
-fn expert_block(name: &str) -> Option<usize> {
+pub(crate) fn expert_block(name: &str) -> Option<usize> {
     let (block, part) = name.strip_prefix("blk.")?.split_once('.')?;
     let part = part.strip_suffix(".weight").unwrap_or(part);
     let experts = ["ffn_up", "ffn_down", "ffn_gate", "ffn_gate_up"];

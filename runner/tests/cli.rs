@@ -575,6 +575,39 @@ fn an_allocation_trace_is_replayed() {
 }
 
 #[test]
+fn where_the_parts_of_a_model_are_is_told_and_chosen_where_asked_for() {
+    let model = data("gemma4-moe.gguf");
+    let plain = ["run", "--device", "host", "-m", &model, "--tokens", "2,5,7", "-n", "2", "--temp", "0", "-c", "64"];
+    let with = |more: &[&'static str]| [&plain[..], more].concat();
+    let number = |found: &serde_json::Value, path: &str| found["placement"].pointer(path).unwrap().as_u64().unwrap();
+
+    let found = works(&with(&["-ncmoe", "1"]));
+    let (here, there) = (number(&found, "/device/experts_bytes"), number(&found, "/host/experts_bytes"));
+    assert!(here > 0 && there > 0, "{}", found["placement"]);
+    assert!(number(&found, "/device/prompt_scratch_bytes") > number(&found, "/device/decode_scratch_bytes"));
+    assert_eq!(number(&found, "/device/cache_most_bytes"), found["cache_bytes"].as_u64().unwrap());
+    assert!(found["placement"]["fit"].is_null());
+    let whole = works(&plain);
+    assert_eq!(number(&whole, "/device/experts_bytes"), here + there);
+    assert_eq!(number(&whole, "/host/weights_bytes"), 0);
+
+    let chosen = works(&with(&["-fit", "on", "--mem-limit", "1GiB"]));
+    assert_eq!(chosen["tokens"], whole["tokens"]);
+    assert_eq!(number(&chosen, "/fit/chosen/n_cpu_moe"), 0);
+    assert_eq!(number(&chosen, "/fit/margin_bytes"), (1 << 30) / 10);
+    let (foretold, taken) =
+        (number(&chosen, "/fit/needs_bytes"), chosen["pool"]["reserved_peak_bytes"].as_u64().unwrap());
+    assert!(taken <= foretold, "{foretold} foretold, {taken} taken");
+
+    let given = evergraph(&with(&["-ncmoe", "1", "-fit", "on", "-fitt", "900", "--mem-limit", "900MiB"]));
+    let talk = String::from_utf8_lossy(&given.stderr);
+    assert!(given.status.success() && talk.contains("though that does not fit"), "{talk}");
+    assert!(talk.lines().any(|line| line.trim_start().starts_with("host ") && line.contains("KiB")), "{talk}");
+    let talk = fails(&with(&["-fit", "on", "--mem-limit", "1MiB"]), 1);
+    assert!(talk.contains("no placement of the model fits") && talk.contains("--mem-limit"), "{talk}");
+}
+
+#[test]
 fn a_model_is_made_up_and_run() {
     let model = Scratch::new("synth.gguf", b"");
     let words = ["synth", "gemma3-270m", "-o", model.path(), "--layers", "2", "--quant", "q8_0", "--seed", "7"];

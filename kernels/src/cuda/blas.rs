@@ -240,6 +240,12 @@ impl Blas {
         library().is_ok()
     }
 
+    /// Whether the library is there.
+    #[must_use]
+    pub fn is_there() -> bool {
+        library().is_ok()
+    }
+
     /// What NVIDIA recommends: 32 MiB from Hopper on, 4 MiB before.
     #[must_use]
     pub fn workspace_bytes(compute_capability: (u32, u32)) -> usize {

@@ -8,6 +8,7 @@ use super::{Settings, Stage};
 use crate::engine::{Mark, Runtime, Session, SessionConfig};
 use crate::error::Result;
 use crate::models::Decoder;
+use crate::placement::Account;
 use crate::sampling::Sampling;
 
 /// Warm-ups go on while graphs have yet to be captured, but not for longer than this.
@@ -212,6 +213,7 @@ pub(super) fn measure(
     };
     let ids = Ids { state: settings.seed, vocabulary: model.vocabulary.max(1) as u64 };
     let session = Session::new(Arc::clone(runtime), Arc::clone(model), config)?;
+    stage(Stage::Placed(Account::of(&session)));
     let mut work = Work { row, session, ids };
     work.session.set_sampling(&Sampling::greedy(), &[])?;
     if test.depth > 0 {

@@ -1,6 +1,6 @@
 //! `evergraph bench`: speed, as llama-bench measures and tells it.
 
-use std::io::Write;
+use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,6 +20,7 @@ use crate::chat::time;
 use crate::device::Device;
 use crate::engine::{KvType, PoolConfig, PoolMode, Runtime, RuntimeConfig};
 use crate::error::{Error, Result};
+use crate::placement;
 
 #[derive(Debug, Args)]
 #[command(after_help = AFTER)]
@@ -362,6 +363,12 @@ impl Teller<'_> {
 
 impl Listener for Teller<'_> {
     fn stage(&mut self, number: usize, row: &Row, stage: Stage) {
+        if let Stage::Placed(account) = stage {
+            if self.aloud || std::io::stderr().is_terminal() {
+                self.bar.suspend(|| say(placement::table(&account)));
+            }
+            return;
+        }
         self.bar.set_position(number as u64 - 1);
         self.bar.set_message(format!("{}: {stage}", row.test));
         if self.aloud {

@@ -8,11 +8,12 @@ use clap::{Args, ValueEnum};
 use serde_json::{Value, json};
 
 use super::device::choose;
+use super::fit::{FitFlags, Start};
 use super::output::say;
 use super::placement::{HostWorkChoice, PlacementFlags};
 use super::size::{format_size, parse_size};
 use crate::bench::FlashAttn;
-use crate::engine::{ActType, KvType, PoolConfig, PoolMode, Runtime, RuntimeConfig, SessionConfig};
+use crate::engine::{ActType, KvType, PoolConfig, PoolMode, Runtime, RuntimeConfig, Session, SessionConfig};
 use crate::error::{Error, Result};
 use crate::gguf::Gguf;
 use crate::models::Decoder;
@@ -157,6 +158,8 @@ pub(super) struct EngineFlags {
     act: ActChoice,
     #[command(flatten)]
     placement: PlacementFlags,
+    #[command(flatten)]
+    fit: FitFlags,
     /// Flash attention: off writes scores out, in scratch that grows with the text; auto is on (also -fa)
     #[arg(long = "flash-attn", value_name = "on|off|auto", default_value = "auto", num_args = 0..=1, default_missing_value = "on", value_parser = FlashAttn::parse)]
     flash_attn: FlashAttn,
@@ -182,9 +185,16 @@ impl EngineFlags {
         Ok(runtime)
     }
 
-    /// Builds the model of a file, each part where these flags want it.
-    pub(super) fn load(&self, file: Arc<Gguf>, runtime: &Runtime) -> Result<Arc<Decoder>> {
-        self.placement.load(file, runtime)
+    /// Builds the model of a file, each part where these flags want it, and a sequence on it as `config` says. Says where what is;
+    /// gives back the sequence and the same as JSON.
+    pub(super) fn start(
+        &self,
+        file: Arc<Gguf>,
+        runtime: &Arc<Runtime>,
+        config: &dyn Fn(&Decoder) -> Result<SessionConfig>,
+    ) -> Result<(Session, Value)> {
+        // A context of 0 tokens asks for all that the model was made for.
+        Start { file, runtime, config, whole_context: self.context.is_some() }.go(&self.fit, &self.placement)
     }
 
     /// The sequence that these flags ask for; `context` and `ubatch` where they leave it open.

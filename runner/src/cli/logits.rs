@@ -7,8 +7,8 @@ use serde_json::json;
 use super::flags::{DeviceFlags, EngineFlags, ModelFlags, TokenList};
 use super::output::Output;
 use super::run::{graphs_json, merged, pool_json};
-use crate::engine::Session;
 use crate::error::{Error, Result};
+use crate::models::Decoder;
 use crate::sampling::Sampling;
 
 #[derive(Debug, clap::Args)]
@@ -37,16 +37,18 @@ pub(super) fn run(flags: &Flags, out: &mut Output) -> Result<()> {
     flags.engine.check()?;
     let file = Arc::new(flags.model.open()?);
     let runtime = flags.engine.open(&flags.device)?;
-    let model = flags.engine.load(file, &runtime)?;
-    let prompt = flags.tokens.check(model.vocabulary)?;
-    if prompt.is_empty() {
+    if flags.tokens.0.is_empty() {
         return Err(Error::argument("--tokens", "at least one id", "none"));
     }
-    let needed = prompt.len().saturating_add(flags.decode);
-    let context = needed.min(model.context);
-    let mut config = flags.engine.session(Some(context), prompt.len());
-    config.logit_rows = ROWS;
-    let mut session = Session::new(Arc::clone(&runtime), model, config)?;
+    let needed = flags.tokens.0.len().saturating_add(flags.decode);
+    let config = |model: &Decoder| {
+        flags.tokens.check(model.vocabulary)?;
+        let mut config = flags.engine.session(Some(needed.min(model.context)), flags.tokens.0.len());
+        config.logit_rows = ROWS;
+        Ok(config)
+    };
+    let (mut session, placement) = flags.engine.start(file, &runtime, &config)?;
+    let prompt = flags.tokens.check(session.model().vocabulary)?;
     if needed > session.context() {
         return Err(Error::ContextFull { tokens: needed, context: session.context() });
     }
@@ -92,6 +94,7 @@ pub(super) fn run(flags: &Flags, out: &mut Output) -> Result<()> {
             "greedy": greedy,
             "decode_top5": decode_tops,
             "final_logits": final_logits,
+            "placement": placement,
             "pool": pool_json(&runtime),
             "graphs": graphs_json(&runtime),
         }),

@@ -5,6 +5,7 @@
 
 mod argv;
 mod device;
+mod fit;
 mod flags;
 mod output;
 mod placement;

@@ -8,8 +8,8 @@ use serde_json::json;
 use super::flags::{DeviceFlags, EngineFlags, ModelFlags};
 use super::output::{Output, progress};
 use super::run::{graphs_json, merged, pool_json};
-use crate::engine::Session;
 use crate::error::{Error, Result};
+use crate::models::Decoder;
 use crate::tokenizer::{Encode, Tokenizer};
 
 /// A text that fits the context is read in one pass, and every token but the first counts. A longer one is cut
@@ -44,10 +44,12 @@ pub(super) fn run(flags: &Flags, out: &mut Output) -> Result<()> {
         return Err(Error::argument("-f", "a text of at least two tokens", tokens.len()));
     }
     let runtime = flags.engine.open(&flags.device)?;
-    let model = flags.engine.load(file, &runtime)?;
-    let mut config = flags.engine.session(Some(tokens.len().min(model.context)), 512);
-    config.logit_rows = ROWS;
-    let mut session = Session::new(Arc::clone(&runtime), model, config)?;
+    let config = |model: &Decoder| {
+        let mut config = flags.engine.session(Some(tokens.len().min(model.context)), 512);
+        config.logit_rows = ROWS;
+        Ok(config)
+    };
+    let (mut session, placement) = flags.engine.start(file, &runtime, &config)?;
     if session.context() < 3 && tokens.len() > session.context() {
         return Err(Error::argument("-c", "at least 3: a shorter window predicts nothing", session.context()));
     }
@@ -91,6 +93,7 @@ pub(super) fn run(flags: &Flags, out: &mut Output) -> Result<()> {
             "chunks": windows.len(),
             "tokens": tokens.len(),
             "predictions": counted,
+            "placement": placement,
             "pool": pool_json(&runtime),
             "graphs": graphs_json(&runtime),
         }),

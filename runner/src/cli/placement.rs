@@ -1,18 +1,14 @@
 //! Flags that say what of a model stays on the host.
 
-use std::sync::Arc;
-
-use crate::engine::{HostWork, Runtime};
+use crate::engine::HostWork;
 use crate::error::{Error, Result};
-use crate::gguf::Gguf;
-use crate::models::{self, Decoder};
 use crate::placement::{Home, Names, Placement, Rule};
 
 /// What of a model stays on the host.
 #[derive(Debug, Clone, clap::Args)]
 pub(super) struct PlacementFlags {
     /// Layers on the device, counted from the last; the output is one more (also -ngl)
-    #[arg(long = "n-gpu-layers", value_name = "N|auto|all", default_value = "all", allow_hyphen_values = true)]
+    #[arg(long = "n-gpu-layers", value_name = "N|auto|all", default_value = "auto", allow_hyphen_values = true)]
     gpu_layers: String,
     /// Keep the experts of all layers on the host (also -cmoe)
     #[arg(long)]
@@ -103,8 +99,8 @@ impl PlacementFlags {
         self.device_experts.map(|count| count as usize)
     }
 
-    /// Builds the model of a file as the flags say.
-    pub(super) fn load(&self, file: Arc<Gguf>, runtime: &Runtime) -> Result<Arc<Decoder>> {
-        Ok(Arc::new(models::load_placed(file, runtime, &self.placement()?)?))
+    /// Whether any of it was said.
+    pub(super) fn is_given(&self) -> bool {
+        self.gpu_layers != "auto" || self.cpu_moe || self.n_cpu_moe > 0 || !self.override_tensor.is_empty()
     }
 }

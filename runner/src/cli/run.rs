@@ -13,6 +13,7 @@ use crate::chat::{ChatTemplate, Message, Part, Render, Reply};
 use crate::engine::{Runtime, Session};
 use crate::error::{Error, Result};
 use crate::gguf::Gguf;
+use crate::models::Decoder;
 use crate::tokenizer::{Encode, TextStream, Tokenizer};
 
 #[derive(Debug, clap::Args)]
@@ -82,9 +83,8 @@ pub(super) fn run(flags: &Flags, out: &mut Output) -> Result<()> {
         if flags.tokens.is_some() && !Tokenizer::is_in(&file)? { None } else { Some(Tokenizer::from_gguf(&file)?) };
     let prompt = prompt_ids(flags, &file, tokenizer.as_ref())?;
     let runtime = flags.engine.open(&flags.device)?;
-    let model = flags.engine.load(file, &runtime)?;
-    let config = flags.engine.session(None, 512);
-    let mut session = Session::new(Arc::clone(&runtime), model, config)?;
+    let config = |_: &Decoder| Ok(flags.engine.session(None, 512));
+    let (mut session, placement) = flags.engine.start(file, &runtime, &config)?;
     session.set_sampling(&sampling, &prompt)?;
     let load_ms = ms(start);
 
@@ -117,6 +117,7 @@ pub(super) fn run(flags: &Flags, out: &mut Output) -> Result<()> {
             "pool": pool_json(&runtime),
             "graphs": graphs_json(&runtime),
             "cache_bytes": session.cache_bytes(),
+            "placement": placement,
             "resident_peak_bytes": resident_peak_bytes(),
         }),
     ))

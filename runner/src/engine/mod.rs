@@ -1,6 +1,7 @@
 //! A model at work: a device with its pool, kernels and graphs, and one sequence of tokens on it.
 
 mod host;
+mod rehearsal;
 mod runtime;
 mod session;
 mod step;

@@ -11,6 +11,7 @@ use evergraph_pool::{Pool, ScratchPolicy, Stream, Touch, Tracked, Use};
 pub use evergraph_pool::{PoolConfig, PoolMode};
 
 use super::host::{HostSide, HostWork};
+use super::rehearsal::Rehearsal;
 use super::step::Step;
 use crate::device::Device;
 use crate::error::Result;
@@ -39,11 +40,20 @@ pub struct RuntimeConfig {
     pub host_work: Option<HostWork>,
     /// Whether a captured address that no step declared is an error; else it is pinned. For tests.
     pub strict: bool,
+    /// Whether weights are copied to the device also where it could read the files in place. For tests.
+    pub copy_weights: bool,
 }
 
 impl Default for RuntimeConfig {
     fn default() -> Self {
-        Self { pool: PoolConfig::vmm(), graphs: true, act: ActType::default(), host_work: None, strict: false }
+        Self {
+            pool: PoolConfig::vmm(),
+            graphs: true,
+            act: ActType::default(),
+            host_work: None,
+            strict: false,
+            copy_weights: false,
+        }
     }
 }
 
@@ -57,6 +67,8 @@ pub struct Runtime {
     // Graphs go before the kernels that they launch and the pool that they depend on.
     cache: GraphCache,
     kernels: Arc<Kernels>,
+    /// What this stands in for, if it does.
+    pub(super) rehearsal: Option<Rehearsal>,
     stream: Stream,
     pool: Pool,
     config: RuntimeConfig,
@@ -89,7 +101,7 @@ impl Runtime {
         let costs = CostTable::of(driver.info());
         let kernels = Arc::new(Kernels::load(driver)?);
         let cache = GraphCache::new(CacheConfig::default().graphs(config.graphs).strict(config.strict).costs(costs));
-        Ok(Self { cache, kernels, stream, pool, config })
+        Ok(Self { cache, kernels, rehearsal: None, stream, pool, config })
     }
 
     /// Makes cuBLAS ready for large dense products, where there is such a device and the library. It takes memory for a
@@ -98,6 +110,9 @@ impl Runtime {
     /// # Errors
     /// None for a library that is not there: the kernels of this crate do it too. Those of the library and the pool.
     pub fn prepare_products(&self) -> Result<()> {
+        if self.is_rehearsal() {
+            return self.rehearse_products();
+        }
         if self.pool.driver().info().backend != "cuda" || self.kernels.blas().is_some() {
             return Ok(());
         }
@@ -208,7 +223,13 @@ impl Runtime {
             if let Some(side) = side {
                 side.declare(scope)?;
             }
-            let parts = step.launch(&self.kernels, scope.stream().handle())?;
+            let parts = match &self.rehearsal {
+                Some(rehearsal) => {
+                    rehearsal.stand_in(key.what, step.scratch_bytes(), uses, scope.stream())?;
+                    Vec::new()
+                }
+                None => step.launch(&self.kernels, scope.stream().handle())?,
+            };
             if let Some(side) = side.filter(|_| scope.capturing()) {
                 side.captured(key, parts);
             }

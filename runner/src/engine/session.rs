@@ -181,16 +181,11 @@ impl Buffers {
 fn experts_come_from(runtime: &Runtime, model: &Decoder, ubatch: usize) -> Result<Option<usize>> {
     const WORTH: usize = 32;
     let places = model.streamed_bytes();
-    let pool = runtime.pool();
-    if places == 0 || ubatch < WORTH || pool.driver().info().backend == "host" || !model.weights.host_is_registered() {
+    if places == 0 || ubatch < WORTH || runtime.target().backend == "host" || !model.weights.host_is_registered() {
         return Ok(None);
     }
-    pool.driver().bind()?;
-    let free = pool.driver().mem_info()?.free_bytes;
-    let limit = pool.limit().unwrap_or(usize::MAX);
-    let within = limit.saturating_sub(pool.stats().reserved_bytes.current as usize);
     // Scratch of the step itself takes about as much again.
-    Ok((free.min(within) / 3 >= places).then_some(WORTH))
+    Ok((runtime.free_bytes()? / 3 >= places).then_some(WORTH))
 }
 
 impl Session {
@@ -233,7 +228,7 @@ impl Session {
             None => experts_come_from(runs, &model, ubatch)?,
             Some(_) => streamed,
         };
-        let on_host = runs.pool().driver().info().backend == "host";
+        let on_host = runs.target().backend == "host";
         let shares = Shares { streamed, device: config.device_experts.unwrap_or(if on_host { 0 } else { 3 }) };
         let side = model.uses_host().then(|| HostSide::new(&runtime, model.weights.keep(), shares)).transpose()?;
         Ok(Self {
@@ -288,6 +283,11 @@ impl Session {
     #[must_use]
     pub fn cache_bytes(&self) -> usize {
         self.cache.bytes()
+    }
+
+    /// The key and value caches.
+    pub(crate) fn cache(&self) -> &KvCache {
+        &self.cache
     }
 
     /// The model.
@@ -444,6 +444,33 @@ impl Session {
         })?;
         self.taken += count;
         self.last_batch = count;
+        Ok(())
+    }
+
+    /// In a [rehearsal](Runtime::rehearsal): lays out the steps of a text as long as can be, each so often that it becomes a graph
+    /// where there are graphs. The sequence is of no other use.
+    ///
+    /// # Errors
+    /// [`Error::CheckFailed`] where steps would run; those of the pool.
+    pub fn rehearse(&mut self) -> Result<()> {
+        const TIMES: usize = 3;
+        if !self.runtime.is_rehearsal() {
+            return Err(Error::CheckFailed("steps are laid out on a device that would run them".to_owned()));
+        }
+        let batch = vec![0; self.ubatch];
+        self.runtime.stream().upload(&[0], &self.io.token.slice)?;
+        for _ in 0..TIMES {
+            self.taken = self.context - batch.len();
+            self.feed_batch(&batch)?;
+            self.pick()?;
+            if self.logit_rows > 1 {
+                self.logits(0, self.logit_rows)?;
+            }
+        }
+        for _ in 0..TIMES {
+            self.taken = self.context - 1;
+            self.decode()?;
+        }
         Ok(())
     }
 

@@ -202,6 +202,12 @@ impl<'a> Step<'a> {
         self.done.iter().map(|(plan, _)| plan.ops().len()).sum::<usize>() + self.plan.ops().len()
     }
 
+    /// Scratch of the device that the step has taken so far, bytes.
+    #[must_use]
+    pub fn scratch_bytes(&self) -> usize {
+        self.scratch.iter().map(DeviceSlice::bytes).sum()
+    }
+
     /// Whether there are none.
     #[must_use]
     pub fn is_empty(&self) -> bool {

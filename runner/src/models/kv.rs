@@ -145,7 +145,7 @@ impl KvCache {
         }
         let touches = growing.iter().map(|growing| growing.slice.touch(0)).collect();
         let (reached, scores_written, end) = (0, false, 0);
-        let on_gpu = pool.driver().info().backend != "host";
+        let on_gpu = runtime.target().backend != "host";
         Ok(Self { layers, fixed, rings, growing, touches, reached, scores_written, on_gpu, end, context })
     }
 
@@ -274,6 +274,18 @@ impl KvCache {
     pub fn bytes(&self) -> usize {
         let growing = self.growing.iter().map(|growing| growing.slice.len());
         self.fixed.iter().map(DeviceSlice::bytes).chain(growing).sum()
+    }
+
+    /// Bytes of what is on the host when the text is as long as it can be. Memory that no token has reached takes none.
+    #[must_use]
+    pub fn host_bytes(&self) -> usize {
+        let mut blocks: Vec<&Arc<HostBlock>> = Vec::new();
+        for block in self.layers.iter().flat_map(|layer| &layer.on_host) {
+            if !blocks.iter().any(|known| Arc::ptr_eq(known, block)) {
+                blocks.push(block);
+            }
+        }
+        blocks.iter().map(|block| block.bytes()).sum()
     }
 
     /// Bytes of all of it on the device when the text is as long as it can be.

@@ -62,7 +62,7 @@ impl Weights {
         let (device, placement) = (runtime.device(), placement.clone());
         let mut weights =
             Self { file, device, store: Store::Mapped(Vec::new()), placement, blocks, registered: Vec::new() };
-        weights.store = if runtime.pool().driver().as_host().is_some() {
+        weights.store = if runtime.reads_in_place() {
             let register = |bytes: &Arc<Bytes>| {
                 let bytes: Arc<dyn evergraph_pool::HostMemory> = Arc::clone(bytes) as _;
                 Ok(runtime.pool().register_host(bytes)?)
@@ -153,7 +153,8 @@ impl Weights {
 
     /// Copies the device's tensors to it.
     fn upload(&self, runtime: &Runtime) -> Result<Vec<Option<DeviceSlice<u8>>>> {
-        let mut staging = Staging::new(runtime.stream())?;
+        // A rehearsal wants their places only.
+        let mut staging = if runtime.is_rehearsal() { None } else { Some(Staging::new(runtime.stream())?) };
         let mut slices = Vec::with_capacity(self.file.tensors().len());
         for tensor in self.file.tensors() {
             if self.home(tensor.name()) == Home::Host {
@@ -162,10 +163,12 @@ impl Weights {
             }
             let data = self.file.data(tensor);
             let slice = runtime.pool().alloc_for(data.len(), Purpose::Weight, runtime.stream())?;
-            staging.upload(data, &slice)?;
+            if let Some(staging) = &mut staging {
+                staging.upload(data, &slice)?;
+            }
             slices.push(Some(slice));
         }
-        staging.finish()?;
+        staging.map_or(Ok(()), Staging::finish)?;
         Ok(slices)
     }
 
