@@ -109,14 +109,14 @@ fn same(found: &Run, wanted: &Run, what: &str) {
     }
 }
 
-/// The same tokens, and logits within a few roundings.
+/// The same tokens, and logits within what golden tests allow, or less.
 #[track_caller]
 fn near(found: &Run, wanted: &Run, what: &str) {
     assert_eq!(found.tokens, wanted.tokens, "{what}");
     for (row, wanted) in found.logits.iter().zip(&wanted.logits) {
         let most = wanted.iter().fold(0f32, |most, value| most.max(value.abs()));
         let far = row.iter().zip(wanted).fold(0f32, |far, (a, b)| far.max((a - b).abs()));
-        assert!(far <= 2e-5 * most, "{what}: {far} of {most}");
+        assert!(far <= 1e-4 * most, "{what}: {far} of {most}");
     }
 }
 
@@ -241,7 +241,7 @@ fn attention_on_the_host_writes_its_scores_out_too() {
         for placement in &placements {
             for (graphs, work) in [(true, HostWork::Turns), (true, HostWork::Nodes), (false, HostWork::Turns)] {
                 let what = format!("{model} {placement:?} {work:?}, graphs {graphs}");
-                assert!(run(model, placement, graphs, work, false) == wanted, "{what}");
+                same(&run(model, placement, graphs, work, false), &wanted, &what);
             }
         }
     }
