@@ -34,7 +34,7 @@ fn runtime(mode: PoolMode, limit: Option<usize>, graphs: bool) -> Arc<Runtime> {
     Arc::new(Runtime::new(driver, config).unwrap())
 }
 
-const PAGE: usize = 16 << 10;
+const PAGE: usize = 4 << 10;
 
 fn session_config(_: &Decoder) -> evergraph_runner::Result<SessionConfig> {
     let mut config = SessionConfig::default();
@@ -47,6 +47,13 @@ fn session_config(_: &Decoder) -> evergraph_runner::Result<SessionConfig> {
 fn unfused(model: &Decoder) -> evergraph_runner::Result<SessionConfig> {
     let mut config = session_config(model)?;
     config.flash_attention = false;
+    Ok(config)
+}
+
+/// Of more than one length of scores.
+fn unfused_and_long(model: &Decoder) -> evergraph_runner::Result<SessionConfig> {
+    let mut config = unfused(model)?;
+    config.context = Some(2 * CONTEXT);
     Ok(config)
 }
 
@@ -63,7 +70,8 @@ fn run(
     let config = config(&model)?;
     let mut session = Session::new(Arc::clone(runtime), model, config)?;
     session.set_sampling(&Sampling::greedy(), &[])?;
-    let prompt: Vec<u32> = (0..5 * UBATCH as u32).map(|place| 3 + place * 7 % 100).collect();
+    let prompt: Vec<u32> =
+        (0..((session.context() - 4) / UBATCH * UBATCH) as u32).map(|place| 3 + place * 7 % 100).collect();
     // The prompt is nearly all: a cache that grows under single tokens takes what the prompt's steps no longer need, and the
     // whole is less than was foretold.
     let mut tokens = Vec::new();
@@ -71,9 +79,10 @@ fn run(
         session.feed(batch, |_, _, _| Ok(()))?;
         tokens.push(session.pick()?);
     }
-    while session.len() < CONTEXT {
+    while session.len() < session.context() {
         tokens.push(session.decode()?);
     }
+    assert_eq!(session.step_tokens(), UBATCH, "memory was short for a step");
     Ok((runtime.pool().stats().reserved_bytes.peak, tokens))
 }
 
@@ -81,9 +90,10 @@ fn needs(mode: PoolMode, graphs: bool, file: &Arc<Gguf>, candidate: &Candidate, 
     rehearse(file, &runtime(mode, None, graphs), &candidate.placement(), &config).unwrap()
 }
 
-/// A chunk for each of three heaps, or a fiftieth.
+/// Within a few of the small chunks, or a fiftieth: scratch of several steps may lie in other pieces, and a cache that grows may take
+/// what the step at hand has no need of.
 fn near(foretold: u64, real: u64) -> bool {
-    foretold.abs_diff(real) <= (3 * PAGE as u64).max(real / 50)
+    foretold.abs_diff(real) <= (8 * PAGE as u64).max(real / 50)
 }
 
 #[test]
@@ -130,7 +140,7 @@ fn what_is_chosen_runs_within_the_limit_and_one_step_more_would_not() {
             let candidate = chosen.candidate;
             let (peak, tokens) = run(&runtime, &file, &candidate.placement(), session_config).expect(&what);
             println!("{peak} {what}");
-            assert!(peak <= limit && near(chosen.needs_bytes, peak), "{what}: {peak} taken");
+            assert!(peak <= chosen.needs_bytes && near(chosen.needs_bytes, peak), "{what}: {peak} taken");
             assert_eq!(tokens, wanted, "{what}");
             assert_eq!(runtime.pool().stats().num_alloc_retries, 0, "{what}: it was short of memory");
             let better = match candidate {
@@ -152,6 +162,22 @@ fn what_is_chosen_runs_within_the_limit_and_one_step_more_would_not() {
         let room = Room::new(least - 1, Some(0));
         let error = fit(&file, &small, &room, None, &session_config).unwrap_err();
         assert!(matches!(error, Error::NoPlacement { .. }), "{error}");
+    }
+}
+
+#[test]
+fn graphs_of_shorter_texts_give_way_to_what_was_foretold() {
+    let file = file("gemma4-moe.gguf");
+    for mode in [PoolMode::Vmm, PoolMode::Slab] {
+        let needs = needs(mode, true, &file, &Candidate::default(), unfused_and_long).reserved_bytes;
+        let plain = Placement::default();
+        let (most, wanted) = run(&runtime(mode, None, true), &file, &plain, unfused_and_long).unwrap();
+        let limit = needs + 4 * PAGE as u64;
+        println!("{mode}: {needs} foretold, {most} taken if there is no limit");
+        assert!(most > limit, "{mode}: {most} taken, so {limit} shows nothing");
+        let (peak, tokens) = run(&runtime(mode, Some(limit as usize), true), &file, &plain, unfused_and_long).unwrap();
+        assert!(peak <= limit, "{mode}: {peak} of {limit}");
+        assert_eq!(tokens, wanted, "{mode}");
     }
 }
 
