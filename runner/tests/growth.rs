@@ -21,11 +21,15 @@ fn session(pool: PoolConfig, graphs: bool, context: usize) -> Session {
 }
 
 fn session_with(pool: PoolConfig, graphs: bool, context: usize, ubatch: usize, flash: bool) -> Session {
+    session_of("gemma3.gguf", pool, graphs, [context, ubatch], flash)
+}
+
+fn session_of(model: &str, pool: PoolConfig, graphs: bool, [context, ubatch]: [usize; 2], flash: bool) -> Session {
     let driver = HostDevice::new(HostConfig::default().granularity(CHUNK)).unwrap();
     let mut config = RuntimeConfig::default();
     (config.pool, config.graphs, config.strict) = (pool, graphs, true);
     let runtime = Arc::new(Runtime::new(driver, config).unwrap());
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/gemma3.gguf");
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(model);
     let model = Arc::new(models::load(Arc::new(Gguf::open(&path).unwrap()), &runtime).unwrap());
     let mut settings = SessionConfig::default();
     (settings.context, settings.ubatch, settings.kv) = (Some(context), ubatch, (KvType::F32, KvType::F32));
@@ -68,6 +72,19 @@ fn a_cache_that_grew_across_chunks_gives_the_same_bits() {
         });
         assert_eq!(growths[1], growths[2]);
         growing.runtime().pool().check().unwrap();
+    }
+}
+
+#[test]
+fn so_does_one_of_each_shape_of_gemma_4() {
+    for model in ["gemma4-dense.gguf", "gemma4-moe-q.gguf", "gemma4-e.gguf"] {
+        let new = |pool: PoolConfig, graphs| session_of(model, pool, graphs, [2000, 7], true);
+        let fixed = write(&mut new(PoolConfig::slab(), false), 150).unwrap().0;
+        let mut growing = new(PoolConfig::vmm().chunk(CHUNK), true);
+        let (picked, bytes) = write(&mut growing, 150).unwrap();
+        assert!(picked == fixed, "{model}");
+        assert!(bytes[149] - bytes[0] > 2 * CHUNK, "{model}: across a few chunks: {bytes:?}");
+        assert_eq!(growing.runtime().graph_counters().stale, 0, "{model}");
     }
 }
 
