@@ -3,7 +3,8 @@
 use evergraph_kernels::ops::{Part, ResidualNorm, RmsNorm, TensorView};
 
 use super::attention::{AttentionPart, KeyValue, Scores};
-use super::feed_forward::{AskedExperts, Branch, BranchInput, Fetched, RouterScratch};
+use super::experts::{AskedExperts, Fetched, RouterScratch};
+use super::feed_forward::{Branch, BranchInput};
 use super::input::{Place, is_on_host};
 use super::kv::LayerCache;
 use super::layer_input::LayerInput;

@@ -8,7 +8,7 @@ use evergraph_pool::{Tracked, Use};
 
 use super::attention::{AttentionPart, Scores};
 use super::block::{Block, Shared};
-use super::feed_forward::Experts;
+use super::experts::Experts;
 use super::input::{Input, Room, get_rows};
 use super::kv::KvCache;
 use super::layer_input::LayerInputs;

@@ -3,6 +3,7 @@
 mod attention;
 mod block;
 mod decoder;
+mod experts;
 mod feed_forward;
 mod gemma3;
 mod gemma4;
@@ -21,7 +22,8 @@ use std::sync::Arc;
 pub use attention::{AttentionPart, KeyValue, OwnKeyValue, Rotation};
 pub use block::Block;
 pub use decoder::{Decoder, Taps};
-pub use feed_forward::{Branch, Dense, Experts, FeedForward, GateUp, OnBus};
+pub use experts::{Experts, GateUp, OnBus};
+pub use feed_forward::{Branch, Dense, FeedForward};
 pub(crate) use kv::Rings;
 pub use kv::{KvCache, LayerCache};
 pub use layer_input::{LayerInput, LayerInputs};

@@ -6,7 +6,7 @@ use evergraph_kernels::ops::TensorView;
 
 use super::block::Block;
 use super::decoder::Decoder;
-use super::feed_forward::Experts;
+use super::experts::Experts;
 use crate::engine::KvType;
 
 impl Decoder {

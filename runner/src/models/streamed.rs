@@ -11,7 +11,7 @@ use evergraph_kernels::lane::{Lane, Record, Upload, Wait};
 use evergraph_kernels::ops::TensorView;
 use evergraph_kernels::quant::QuantType;
 
-use super::feed_forward::Experts;
+use super::experts::Experts;
 use crate::engine::Step;
 use crate::error::{Error, Result};
 

@@ -1,0 +1,455 @@
+//! Experts and their router: on the device, on the host, or fetched from there.
+
+use evergraph_kernels::ops::{Activation, ExpertSum, GatherExperts, Glu, RmsNorm, Router, Scoring, TensorView};
+use evergraph_kernels::quant::QuantType;
+
+use super::block::{Shared, fitted};
+use super::feed_forward::BranchInput;
+use super::input::{CrossingInput, Input, Room, is_on_host};
+use super::streamed::Streamed;
+use super::weights::Weights;
+use crate::engine::{Asked, Step};
+use crate::error::{Error, Result};
+
+/// Experts and their router.
+#[derive(Debug)]
+pub struct Experts {
+    /// `[E, D]`.
+    pub router: TensorView,
+    /// The router's own norm of the residual stream: `[D]`, and a factor. None where it reads what the experts read.
+    pub router_norm: Option<(TensorView, f32)>,
+    /// Gate and up.
+    pub gate_up: GateUp,
+    /// `[E, D, F]`.
+    pub down: TensorView,
+    /// Factor of each expert's output, `[E]`, where the products are.
+    pub down_scale: Option<TensorView>,
+    /// The same on the device, for experts that come there from the host.
+    pub device_scale: Option<TensorView>,
+    /// Gate, up and down as the device reaches them, where they are on the host.
+    pub on_bus: Option<OnBus>,
+    /// Experts a token.
+    pub used: usize,
+    /// The function on the gate.
+    pub activation: Activation,
+}
+
+/// Experts of the host as the device reads them: over the bus.
+#[derive(Debug)]
+pub struct OnBus {
+    /// Gate and up.
+    pub gate_up: GateUp,
+    /// `[E, D, F]`.
+    pub down: TensorView,
+}
+
+/// The two weights that an expert's input is multiplied with.
+#[derive(Debug)]
+pub enum GateUp {
+    /// Two tensors, `[E, F, D]` each.
+    Apart {
+        /// `[E, F, D]`.
+        gate: TensorView,
+        /// `[E, F, D]`.
+        up: TensorView,
+    },
+    /// `[E, 2 F, D]`: the rows of the gate, then those of up.
+    Merged(TensorView),
+}
+
+/// Scratch of a step's routers.
+#[derive(Debug)]
+pub(super) struct RouterScratch {
+    logits: TensorView,
+    ids: TensorView,
+    weights: TensorView,
+    /// `[T, D]`: the normed input of a router that has a norm of its own.
+    pub(super) x: TensorView,
+    /// `[T, K, D]`; none where all experts are the host's.
+    y: Option<TensorView>,
+}
+
+/// What the host was asked for, and where its result will be.
+#[derive(Debug)]
+pub(super) struct AskedExperts {
+    pub(super) asked: Asked,
+    /// `[T, D]`.
+    pub(super) sum: TensorView,
+    /// What the device adds to it.
+    pub(super) beside: Option<TensorView>,
+}
+
+/// Room for the experts that the device does of a token whose others the host does: they are fetched from the host.
+#[derive(Debug)]
+pub(super) struct Fetched {
+    /// Experts a token.
+    share: usize,
+    /// `[share]`: 0, 1, 2 …, the places of the fetched.
+    places: TensorView,
+    /// `[bytes]` I8 each.
+    tensors: [Option<TensorView>; 3],
+    gate: TensorView,
+    up: TensorView,
+    y: TensorView,
+    /// `[D]`.
+    sum: TensorView,
+    room: Option<Room>,
+}
+
+/// Room between the products of experts, `[T, …]` each.
+struct ExpertRoom<'a> {
+    gate: TensorView,
+    up: TensorView,
+    y: TensorView,
+    quantised: Option<&'a Room>,
+}
+
+impl RouterScratch {
+    /// Room for any of these routers; none where there is none.
+    pub(super) fn new<'a>(
+        step: &mut Step<'_>,
+        experts: impl Iterator<Item = &'a Experts> + Clone,
+        [tokens, width]: [usize; 2],
+        streamed: bool,
+    ) -> Result<Option<Self>> {
+        let Some(count) = experts.clone().map(|experts| experts.router.dim(0)).max() else { return Ok(None) };
+        let used = experts.clone().map(|experts| experts.used).max().unwrap_or(1);
+        let here = step.is_on_host() || streamed || experts.clone().any(|experts| !experts.are_on_host());
+        Ok(Some(Self {
+            logits: step.floats("router logits", &[tokens, count])?,
+            ids: step.scratch("expert ids", QuantType::I32, &[tokens, used])?,
+            weights: step.floats("expert weights", &[tokens, used])?,
+            x: step.floats("router input", &[tokens, width])?,
+            y: if here { Some(step.floats("expert outputs", &[tokens, used * width])?) } else { None },
+        }))
+    }
+}
+
+impl Fetched {
+    /// Room for any of these, so many of each token.
+    pub(super) fn new<'a>(
+        step: &mut Step<'_>,
+        experts: impl Iterator<Item = &'a Experts> + Clone,
+        share: usize,
+        width: usize,
+    ) -> Result<Option<Self>> {
+        let most = |of: &dyn Fn(&Experts) -> usize| experts.clone().map(of).max().unwrap_or(0);
+        // The host is asked in any case, and has one left at least.
+        let share = share.min(experts.clone().map(|experts| experts.used).min().unwrap_or(0).saturating_sub(1));
+        let Some(places) = step.places(share)? else { return Ok(None) };
+        let mut tensors = [None, None, None];
+        for (place, tensor) in tensors.iter_mut().enumerate() {
+            let bytes = |experts: &Experts| experts.tensors()[place].map_or(0, |w| w.range().len() / w.dim(0));
+            *tensor = match most(&bytes) * share {
+                0 => None,
+                bytes => Some(step.scratch("experts fetched from the host", QuantType::I8, &[bytes])?),
+            };
+        }
+        let (hidden, up) =
+            (share * most(&|experts| experts.hidden()), share * most(&|experts| experts.up() / experts.used));
+        Ok(Some(Self {
+            share,
+            places,
+            tensors,
+            gate: step.floats("gate of fetched experts", &[1, hidden])?,
+            up: step.floats("up of fetched experts", &[1, up])?,
+            y: step.floats("outputs of fetched experts", &[1, share * width])?,
+            sum: step.floats("sum of fetched experts", &[1, width])?,
+            room: Room::new(step, width.max(hidden), experts.flat_map(Experts::products))?,
+        }))
+    }
+}
+
+impl GateUp {
+    /// Its tensors, one or two.
+    pub(super) fn weights(&self) -> impl Iterator<Item = &TensorView> + Clone {
+        match self {
+            Self::Apart { gate, up } => [Some(gate), Some(up)],
+            Self::Merged(both) => [Some(both), None],
+        }
+        .into_iter()
+        .flatten()
+    }
+
+    /// As the device reaches them, for weights of the host; none where it does not.
+    fn on_bus(&self, weights: &Weights) -> Option<Self> {
+        Some(match self {
+            Self::Apart { gate, up } => Self::Apart { gate: weights.on_bus(gate)?, up: weights.on_bus(up)? },
+            Self::Merged(both) => Self::Merged(weights.on_bus(both)?),
+        })
+    }
+
+    /// Whether all of it is on the host.
+    pub(super) fn is_on_host(&self) -> bool {
+        self.weights().all(is_on_host)
+    }
+
+    /// Those of a block whose tensors `name` names: merged in one, or two.
+    pub(super) fn load(
+        weights: &Weights,
+        name: &dyn Fn(&str) -> String,
+        [experts, hidden, width]: [usize; 3],
+    ) -> Result<Self> {
+        if let Some(both) = weights.find(&name("ffn_gate_up_exps"), &[experts, 2 * hidden, width])? {
+            return Ok(Self::Merged(both));
+        }
+        Ok(Self::Apart {
+            gate: weights.get(&name("ffn_gate_exps"), &[experts, hidden, width])?,
+            up: weights.get(&name("ffn_up_exps"), &[experts, hidden, width])?,
+        })
+    }
+}
+
+impl OnBus {
+    /// As the device reaches them; none for experts that it has, or does not reach.
+    pub(super) fn find(weights: &Weights, gate_up: &GateUp, down: &TensorView) -> Option<Self> {
+        Some(Self { gate_up: gate_up.on_bus(weights)?, down: weights.on_bus(down)? })
+    }
+}
+
+impl Experts {
+    /// The weights of the experts' products, without the router.
+    pub(super) fn products(&self) -> impl Iterator<Item = &TensorView> + Clone {
+        self.gate_up.weights().chain([&self.down])
+    }
+
+    /// Elements between an expert's two products.
+    pub(super) fn hidden(&self) -> usize {
+        self.down.dim(2)
+    }
+
+    /// Gate, or gate and up merged; up, where it is apart; down.
+    pub(super) fn tensors(&self) -> [Option<&TensorView>; 3] {
+        match &self.gate_up {
+            GateUp::Apart { gate, up } => [Some(gate), Some(up), Some(&self.down)],
+            GateUp::Merged(both) => [Some(both), None, Some(&self.down)],
+        }
+    }
+
+    /// Whether all of them are on the host.
+    pub(super) fn are_on_host(&self) -> bool {
+        self.products().all(is_on_host)
+    }
+
+    pub(super) fn forward(
+        &self,
+        step: &mut Step<'_>,
+        shared: &Shared,
+        quantised: Option<&Room>,
+        input: &BranchInput,
+        out: &TensorView,
+    ) -> Result<()> {
+        let Some(scratch @ RouterScratch { ids, weights, y: Some(y), .. }) = &shared.router else { return Ok(()) };
+        let fit = |buffer: &TensorView, cols: usize| fitted(buffer, out.dim(0), cols);
+        let (ids, weights) = (fit(ids, self.used)?, fit(weights, self.used)?);
+        let logits = self.logits(step, scratch, input.router.as_ref().unwrap_or(&input.x).input().floats())?;
+        step.push(choose(logits, &ids, &weights))?;
+        let room = ExpertRoom {
+            gate: fit(&shared.gate, self.used * self.hidden())?,
+            up: fit(&shared.up, self.up())?,
+            y: fit(y, self.used * out.dim(1))?,
+            quantised,
+        };
+        let streamed = shared.streamed.as_ref().filter(|_| self.are_on_host());
+        self.outputs(step, streamed, input.x.input(), [ids, weights], &room, out)
+    }
+
+    /// Asks the host for the sum of the experts' outputs. What they take crosses in as few bytes as it has.
+    pub(super) fn ask_host(
+        &self,
+        step: &mut Step<'_>,
+        shared: &Shared,
+        h: &TensorView,
+        norm: &TensorView,
+        normed: &TensorView,
+    ) -> Result<Option<AskedExperts>> {
+        let Some(scratch) = &shared.router else { return Ok(None) };
+        let (tokens, width, used, hidden) = (h.dim(0), h.dim(1), self.used, self.hidden());
+        // Before anything crosses: the router may be on the host too, and have a turn of its own.
+        let norm = RmsNorm::new(h.clone(), norm.clone(), normed.clone(), shared.eps);
+        match &self.router_norm {
+            Some((own, scale)) => step.push(RmsNorm { weight: Some(own.clone()), scale: *scale, ..norm.clone() })?,
+            None => step.push(norm.clone())?,
+        }
+        let logits = self.logits(step, scratch, normed)?;
+        let ids = step.crossing("expert ids on the host", QuantType::I32, &[tokens, used])?;
+        let weights = step.crossing("expert weights on the host", QuantType::F32, &[tokens, used])?;
+        step.push(choose(logits, &ids.device, &weights.device))?;
+        let CrossingInput { written, read: x } = Input::crossing(step, normed, self.gate_up.weights())?;
+        self.write_input(step, &written, &norm, normed)?;
+        let sum = step.crossing("sum of experts of the host", QuantType::F32, &[tokens, width])?;
+        let fetched = shared.fetched.as_ref().filter(|_| tokens == 1);
+        // The device has the first.
+        let share = fetched.map_or(0, |fetched| fetched.share);
+        let rest = used - share;
+        let asked = step.on_host(|step| {
+            let quantised = Room::new(step, tokens * rest * hidden, [&self.down])?;
+            let room = ExpertRoom {
+                gate: step.floats("expert gate", &[tokens, rest * hidden])?,
+                up: step.floats("expert up", &[tokens, rest * (self.up() / used)])?,
+                y: step.floats("expert outputs", &[tokens, rest * width])?,
+                quantised: quantised.as_ref(),
+            };
+            let (ids, weights) = (ids.host.narrow(1, share, rest)?, weights.host.narrow(1, share, rest)?);
+            self.outputs(step, None, &x, [ids, weights], &room, &sum.host)
+        })?;
+        let beside = match fetched {
+            Some(fetched) => Some(self.fetch(step, fetched, &norm, normed, [&ids.device, &weights.device])?),
+            None => None,
+        };
+        Ok(Some(AskedExperts { asked, sum: sum.device, beside }))
+    }
+
+    /// Writes the experts' input, a norm of the residual stream, after the router had its own in `normed`.
+    fn write_input(&self, step: &mut Step<'_>, x: &Input, norm: &RmsNorm, normed: &TensorView) -> Result<()> {
+        match &self.router_norm {
+            Some(_) => x.norm(step, norm.clone()),
+            None => x.fill(step, normed),
+        }
+    }
+
+    /// What the first chosen experts add, which the device fetches from the host for one token. Their input goes to `normed`, after
+    /// the router is done with it.
+    fn fetch(
+        &self,
+        step: &mut Step<'_>,
+        fetched: &Fetched,
+        norm: &RmsNorm,
+        normed: &TensorView,
+        [ids, weights]: [&TensorView; 2],
+    ) -> Result<TensorView> {
+        let Some(on_bus) = &self.on_bus else {
+            return Err(Error::CheckFailed("experts out of the device's reach".into()));
+        };
+        let share = fetched.share;
+        let chosen = ids.narrow(1, 0, share)?;
+        let fetch = |step: &mut Step<'_>, place: usize, w: &TensorView| {
+            let Some(memory) = &fetched.tensors[place] else {
+                return Err(Error::CheckFailed("no room for experts of the host".to_owned()));
+            };
+            let out = TensorView::new(memory.root(), w.ty(), &[share, w.dim(1), w.dim(2)])?;
+            step.push(GatherExperts { w: w.clone(), ids: chosen.reshape(&[share])?, out: out.clone() })?;
+            Ok(out)
+        };
+        let gate_up = match &on_bus.gate_up {
+            GateUp::Merged(both) => GateUp::Merged(fetch(step, 0, both)?),
+            GateUp::Apart { gate, up } => GateUp::Apart { gate: fetch(step, 0, gate)?, up: fetch(step, 1, up)? },
+        };
+        let down = fetch(step, 2, &on_bus.down)?;
+        let x = Input::unwritten(fetched.room.as_ref(), normed, gate_up.weights(), self.router_norm.is_none())?;
+        self.write_input(step, &x, norm, normed)?;
+        let room = ExpertRoom {
+            gate: fitted(&fetched.gate, 1, share * self.hidden())?,
+            up: fitted(&fetched.up, 1, share * (self.up() / self.used))?,
+            y: fetched.y.clone(),
+            quantised: fetched.room.as_ref(),
+        };
+        let parts = Products { gate_up: &gate_up, down: &down, streamed: None };
+        let sums = Sums {
+            weights: weights.narrow(1, 0, share)?,
+            scale: self.device_scale.clone().map(|scale| (scale, chosen)),
+        };
+        self.multiply(step, &parts, &x, &fetched.places.reshape(&[1, share])?, &room, sums, &fetched.sum)?;
+        Ok(fetched.sum.clone())
+    }
+
+    /// Elements beside the gate's, for each token.
+    pub(super) fn up(&self) -> usize {
+        let hidden = self.used * self.hidden();
+        if matches!(self.gate_up, GateUp::Merged(_)) { 2 * hidden } else { hidden }
+    }
+
+    /// The router's logits for its normed input.
+    fn logits(&self, step: &mut Step<'_>, scratch: &RouterScratch, x: &TensorView) -> Result<TensorView> {
+        let logits = fitted(&scratch.logits, x.dim(0), self.router.dim(0))?;
+        // The choice of experts is made of floats always: a rounded input may choose others.
+        Input::new(step, None, x, [&self.router])?.times(step, &self.router, &logits)?;
+        Ok(logits)
+    }
+
+    /// The weighted sum of the chosen experts' outputs, where the ops at hand run.
+    fn outputs(
+        &self,
+        step: &mut Step<'_>,
+        streamed: Option<&Streamed>,
+        x: &Input,
+        [ids, weights]: [TensorView; 2],
+        room: &ExpertRoom<'_>,
+        out: &TensorView,
+    ) -> Result<()> {
+        let products = Products { gate_up: &self.gate_up, down: &self.down, streamed };
+        let scale = if streamed.is_some() { &self.device_scale } else { &self.down_scale };
+        let sums = Sums { weights, scale: scale.clone().map(|scale| (scale, ids.clone())) };
+        self.multiply(step, &products, x, &ids, room, sums, out)
+    }
+
+    /// As [`outputs`](Self::outputs), with these tensors, of which `ids` names experts.
+    #[allow(clippy::too_many_arguments, reason = "each is one thing")]
+    fn multiply(
+        &self,
+        step: &mut Step<'_>,
+        products: &Products<'_>,
+        x: &Input,
+        ids: &TensorView,
+        room: &ExpertRoom<'_>,
+        sums: Sums,
+        out: &TensorView,
+    ) -> Result<()> {
+        let (used, hidden) = (ids.dim(1), self.hidden());
+        let (gate_out, up_out) = (room.gate.heads(used)?, room.up.heads(used)?);
+        // A product with one of the experts' tensors, which is here, or comes.
+        let times =
+            |step: &mut Step<'_>, x: &Input, place: usize, w: &TensorView, y: &TensorView| match products.streamed {
+                Some(streamed) => streamed.with(step, place, |step, w| x.times_experts(step, w, ids, y)),
+                None => x.times_experts(step, w, ids, y),
+            };
+        let glu = match products.gate_up {
+            GateUp::Apart { gate, up } => {
+                times(step, x, 0, gate, &gate_out)?;
+                times(step, x, 1, up, &up_out)?;
+                Glu::new(gate_out.clone(), up_out, gate_out.clone(), self.activation)
+            }
+            GateUp::Merged(both) => {
+                times(step, x, 0, both, &up_out)?;
+                let half = |start: usize| up_out.narrow(2, start, hidden);
+                Glu::new(half(0)?, half(hidden)?, gate_out.clone(), self.activation)
+            }
+        };
+        let y = room.y.heads(used)?;
+        let down = match products.streamed {
+            Some(streamed) => streamed.coming(2)?,
+            None => products.down.clone(),
+        };
+        let hidden = Input::unwritten(room.quantised, &gate_out, [&down], false)?.glu(step, glu)?;
+        times(step, &hidden, 2, products.down, &y)?;
+        let Sums { weights, scale } = sums;
+        step.push(ExpertSum { y, weights, expert_scale: scale, residual: None, out: out.clone() })
+    }
+}
+
+/// The tensors that experts are multiplied with, where they are or come to.
+struct Products<'a> {
+    gate_up: &'a GateUp,
+    down: &'a TensorView,
+    streamed: Option<&'a Streamed>,
+}
+
+/// How outputs of experts are summed up: `[T, K]` weights, and factors of the experts with the ids that name them.
+struct Sums {
+    weights: TensorView,
+    scale: Option<(TensorView, TensorView)>,
+}
+
+/// Which experts for each token, and with what weight.
+fn choose(logits: TensorView, ids: &TensorView, weights: &TensorView) -> Router {
+    Router {
+        logits,
+        bias: None,
+        ids: ids.clone(),
+        weights: weights.clone(),
+        scoring: Scoring::Softmax,
+        groups: None,
+        norm: true,
+        scale: 1.0,
+    }
+}
