@@ -227,7 +227,7 @@ fn a_prompt_goes_in_smaller_steps_where_memory_is_short_and_the_text_is_the_same
         let wanted = text(&mut free).unwrap();
         assert_eq!(free.step_tokens(), 256);
         let most = pool.stats().reserved_bytes.peak as usize;
-        let (mut whole, mut smaller) = (0, Vec::new());
+        let (mut whole, mut fewer_scores, mut smaller) = (0, 0, Vec::new());
         for part in 1..=16 {
             let mut session = new();
             session.runtime().pool().set_limit(Some(start + (most - start) * part / 16));
@@ -236,18 +236,23 @@ fn a_prompt_goes_in_smaller_steps_where_memory_is_short_and_the_text_is_the_same
                     assert_eq!(picked, wanted, "{part} of 16 parts of the memory");
                     if session.step_tokens() < 256 {
                         smaller.push(session.step_tokens())
+                    } else if session.scored_at_once() < 256 {
+                        fewer_scores += 1
                     } else {
                         whole += 1
                     }
                     // The next text may have more memory.
                     session.clear().unwrap();
-                    assert_eq!(session.step_tokens(), 256);
+                    assert_eq!((session.step_tokens(), session.scored_at_once()), (256, 256));
                 }
                 Err(error) => assert!(error.is_out_of_memory(), "{error}"),
             }
             session.runtime().pool().check().unwrap();
         }
-        assert!(whole > 0 && smaller.len() > 2, "whole {whole}, in smaller steps {smaller:?}");
+        assert!(
+            whole > 0 && fewer_scores > 0 && smaller.len() > 1,
+            "whole {whole}, fewer scores {fewer_scores}, in smaller steps {smaller:?}"
+        );
         assert!(smaller.is_sorted() && smaller[0] < 128, "less memory, smaller steps: {smaller:?}");
     }
 }

@@ -175,9 +175,9 @@ impl HostSide {
         self.lane.as_ref().filter(|(_, from)| come && tokens >= *from).map(|(lane, _)| Arc::clone(lane))
     }
 
-    /// Has experts stay on the host, in steps of so many tokens too; whether they came to the device in such.
-    pub(super) fn keep_experts(&self, tokens: usize) -> bool {
-        self.lane(tokens).is_some() && !self.experts_stay.swap(true, Ordering::Relaxed)
+    /// Whether experts stay on the host, in steps of many tokens too.
+    pub(super) fn keep_experts(&self, stay: bool) {
+        self.experts_stay.store(stay, Ordering::Relaxed);
     }
 
     pub(super) fn device_share(&self) -> usize {

@@ -4,6 +4,7 @@ mod host;
 mod rehearsal;
 mod runtime;
 mod session;
+mod shortage;
 mod step;
 
 pub use host::{Crossing, HostWork};

@@ -10,6 +10,7 @@ use evergraph_pool::{DeviceSlice, Element, Purpose, Tracked, Use};
 
 use super::host::{HostSide, Shares};
 use super::runtime::{Runtime, StepKey};
+use super::shortage::{StepSize, Without};
 use super::step::view_of;
 use crate::error::{Error, Result};
 use crate::models::{Decoder, KvCache, Rings, Taps};
@@ -98,8 +99,7 @@ pub struct Session {
     /// Where a part of the model is on the host.
     side: Option<HostSide>,
     lost: Cell<bool>,
-    /// Tokens of a step at most: fewer than `ubatch` where memory was short.
-    step_tokens: usize,
+    size: StepSize,
     /// Tokens in the cache.
     taken: usize,
     /// Tokens of the last step of a prompt.
@@ -184,8 +184,8 @@ fn experts_come_from(runtime: &Runtime, model: &Decoder, ubatch: usize) -> Resul
     if places == 0 || ubatch < WORTH || runtime.target().backend == "host" || !model.weights.host_is_registered() {
         return Ok(None);
     }
-    // Scratch of the step itself takes about as much again.
-    Ok((runtime.free_bytes()? / 3 >= places).then_some(WORTH))
+    // Where the rest of a step has no room beside them after all, it does without them.
+    Ok((runtime.free_bytes()? / 5 * 4 >= places).then_some(WORTH))
 }
 
 impl Session {
@@ -242,7 +242,7 @@ impl Session {
             io,
             side,
             lost: Cell::new(false),
-            step_tokens: ubatch,
+            size: StepSize::new(ubatch),
             taken: 0,
             last_batch: 0,
             placed: None,
@@ -270,7 +270,13 @@ impl Session {
     /// Tokens in a step of a prompt at most: those that were asked for, or fewer where memory was short.
     #[must_use]
     pub fn step_tokens(&self) -> usize {
-        self.step_tokens
+        self.size.tokens
+    }
+
+    /// Queries of a step whose scores are written out at a time, where they are: all, or fewer where memory was short.
+    #[must_use]
+    pub fn scored_at_once(&self) -> usize {
+        self.cache.queries_at_once(self.size.tokens)
     }
 
     /// Rows of logits made at a time.
@@ -310,7 +316,12 @@ impl Session {
         self.taken = 0;
         self.last_batch = 0;
         self.placed = None;
-        self.step_tokens = self.ubatch;
+        // The next text may have more memory.
+        self.size = StepSize::new(self.ubatch);
+        self.cache.score_at_once(self.ubatch);
+        if let Some(side) = &self.side {
+            side.keep_experts(false);
+        }
         self.lost.set(false);
         self.cache.clear()
     }
@@ -394,7 +405,7 @@ impl Session {
         }
         let mut done = 0;
         while done < tokens.len() {
-            let count = (tokens.len() - done).min(self.step_tokens);
+            let count = (tokens.len() - done).min(self.size.tokens);
             match self.feed_batch(&tokens[done..done + count]) {
                 Ok(()) => {
                     each(self, done, count)?;
@@ -409,19 +420,24 @@ impl Session {
 
     /// After there was no memory for a step of `count` tokens: takes to less, from here on. Whether there is less to take to.
     fn make_do(&mut self, count: usize) -> bool {
-        // Below that a step's scratch is not what memory is short for.
-        const FEWEST: usize = 32;
-        if self.side.as_ref().is_some_and(|side| side.keep_experts(count)) {
-            tracing::info!(tokens = count, "no memory for experts of the host on the device: the host does them");
-        } else if count > FEWEST {
-            self.step_tokens = (count / 2).max(FEWEST);
-            tracing::info!(
-                tokens = count,
-                from_now = self.step_tokens,
-                "no memory for a step: prompts go in smaller ones"
-            );
-        } else {
-            return false;
+        let (scored, side) = (self.cache.scored(count).is_some(), self.side.as_ref());
+        let streamed = side.is_some_and(|side| side.lane(count).is_some());
+        let Some(without) = self.size.lessen(count, scored, streamed) else { return false };
+        let StepSize { tokens, queries, .. } = self.size;
+        match without {
+            Without::Scores => {
+                self.cache.score_at_once(queries);
+                tracing::info!(tokens = count, queries, "no memory for a step: fewer scores at a time");
+            }
+            Without::Tokens => {
+                tracing::info!(tokens = count, from_now = tokens, "no memory for a step: prompts go in smaller ones");
+            }
+            Without::Experts => {
+                if let Some(side) = side {
+                    side.keep_experts(true);
+                }
+                tracing::info!(tokens = count, "no memory for experts of the host on the device: the host does them");
+            }
         }
         // Nothing of the step was launched but what the next try does again.
         self.lost.set(false);
@@ -436,8 +452,9 @@ impl Session {
         let positions: Vec<i32> = (self.taken..self.taken + count).map(|position| position as i32).collect();
         self.runtime.stream().upload(&ids, &self.io.ids.slice)?;
         self.runtime.stream().upload(&positions, &self.io.positions.slice)?;
-        let scored = self.cache.scored(count).unwrap_or(0);
-        self.run(self.key("prompt", [count, scored, 0]), |step| {
+        let scored = self.cache.scored(count);
+        let queries = scored.map_or(0, |_| self.cache.queries_at_once(count));
+        self.run(self.key("prompt", [count, scored.unwrap_or(0), queries]), |step| {
             let (ids, positions) = (self.io.ids.first(count)?, self.io.positions.first(count)?);
             let out = self.io.hidden.first(count)?;
             self.model.forward(step, &ids, &positions, &self.cache, &out, self.taps().as_ref())

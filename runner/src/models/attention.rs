@@ -75,7 +75,7 @@ pub struct OwnKeyValue {
 /// Room for attention's scores where they are written out, which blocks use one after the other.
 #[derive(Debug)]
 pub(super) struct Scores {
-    /// `[T, most of heads * rows]`.
+    /// `[queries at a time, most of heads * rows]`.
     room: TensorView,
     /// Tokens that the step reaches at most.
     reach: usize,
@@ -98,12 +98,17 @@ impl Scores {
         };
         let Some(most) = blocks.map(of).max().filter(|most| *most > 0) else { return Ok(None) };
         let all = cache.layers().iter().all(|layer| cache.writes_scores(layer));
-        Ok(Some(Self { all, room: step.floats("attention scores", &[tokens, most])?, reach }))
+        Ok(Some(Self { all, room: step.floats("attention scores", &[cache.queries_at_once(tokens), most])?, reach }))
     }
 
-    /// The scores of this many heads for the first `rows` of a cache, `[T, heads, rows]`.
-    fn of(&self, heads: usize, rows: usize) -> Result<TensorView> {
-        Ok(self.room.narrow(1, 0, heads * rows)?.heads(heads)?)
+    /// The scores of so many queries and heads for the first `rows` of a cache, `[queries, heads, rows]`.
+    fn of(&self, queries: usize, heads: usize, rows: usize) -> Result<TensorView> {
+        Ok(self.room.narrow(0, 0, queries)?.narrow(1, 0, heads * rows)?.heads(heads)?)
+    }
+
+    /// Queries at a time.
+    fn at_once(&self) -> usize {
+        self.room.dim(0).max(1)
     }
 }
 
@@ -187,10 +192,18 @@ impl AttentionPart {
             return step.push(Attention { q, k, v, positions, out, scale, window, softcap, sinks: None, ring });
         };
         let rows = cache.scored(scores.reach);
-        let (k, v, scores) = (k.narrow(0, 0, rows)?, v.narrow(0, 0, rows)?, scores.of(self.heads, rows)?);
-        let (p, places) = (scores.clone(), positions.clone());
-        step.push(AttentionScores { q, k, positions, scores, scale, window, softcap, ring })?;
-        step.push(SoftMax { x: p.clone(), out: p.clone() })?;
-        step.push(AttentionValues { p, v, positions: places, out, window, ring })
+        let (k, v) = (k.narrow(0, 0, rows)?, v.narrow(0, 0, rows)?);
+        let tokens = q.dim(0);
+        for first in (0..tokens).step_by(scores.at_once()) {
+            let count = scores.at_once().min(tokens - first);
+            let (q, out) = (q.narrow(0, first, count)?, out.narrow(0, first, count)?);
+            let positions = positions.narrow(0, first, count)?;
+            let scores = scores.of(count, self.heads, rows)?;
+            let (p, k, v, places) = (scores.clone(), k.clone(), v.clone(), positions.clone());
+            step.push(AttentionScores { q, k, positions, scores, scale, window, softcap, ring })?;
+            step.push(SoftMax { x: p.clone(), out: p.clone() })?;
+            step.push(AttentionValues { p, v, positions: places, out, window, ring })?;
+        }
+        Ok(())
     }
 }

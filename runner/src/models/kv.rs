@@ -45,6 +45,8 @@ pub struct KvCache {
     reached: usize,
     /// Whether attention's scores are written out.
     scores_written: bool,
+    /// Queries whose scores are written out at a time.
+    queries: usize,
     on_gpu: bool,
     /// Tokens that steps may reach now, and ever.
     end: usize,
@@ -144,9 +146,9 @@ impl KvCache {
             layers.push(LayerCache { k, v, ring: kept < context, on_host });
         }
         let touches = growing.iter().map(|growing| growing.slice.touch(0)).collect();
-        let (reached, scores_written, end) = (0, false, 0);
+        let (reached, scores_written, queries, end) = (0, false, batch, 0);
         let on_gpu = runtime.target().backend != "host";
-        Ok(Self { layers, fixed, rings, growing, touches, reached, scores_written, on_gpu, end, context })
+        Ok(Self { layers, fixed, rings, growing, touches, reached, scores_written, queries, on_gpu, end, context })
     }
 
     /// Has attention's scores written out, in scratch as long as the text, in place of one kernel that does without.
@@ -166,6 +168,17 @@ impl KvCache {
         }
         // Few graphs for a long text: what lies behind its end costs little.
         self.spreads(tokens).then(|| end.next_power_of_two().min(self.context))
+    }
+
+    /// Of so many queries of a step, those whose scores are written out at a time. Room for scores is as much smaller as they are fewer.
+    #[must_use]
+    pub fn queries_at_once(&self, tokens: usize) -> usize {
+        self.queries.clamp(1, tokens.max(1))
+    }
+
+    /// Has scores of at most so many queries written out at a time. It is a part of the key of later steps.
+    pub fn score_at_once(&mut self, queries: usize) {
+        self.queries = queries;
     }
 
     /// Whether a step of so many tokens has scores of long caches written out although one kernel would do without: for a
