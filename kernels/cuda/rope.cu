@@ -1,4 +1,4 @@
-#include "common.cuh"
+#include "yarn.cuh"
 
 #define PAIRS 128u
 
@@ -10,25 +10,16 @@ EVG_KERNEL(rope, EVG_BOUNDS(256))(const char* x, u64 x_stride, u64 x_head, const
     evg_begin();
     __shared__ float sines[PAIRS], cosines[PAIRS];
     const u32 pairs = cols / 2, threads = block_threads();
-    double low = 0.0, high = 0.0;
-    if (original > 0) {
-        const double n = 2.0 * pairs, log_base = 2.0 * log(double(base)), turn = 2.0 * 3.14159265358979323846;
-        low = fmax(floor(n * log(original / (turn * double(beta_fast))) / log_base), 0.0);
-        high = fmin(ceil(n * log(original / (turn * double(beta_slow))) / log_base), n - 1.0);
-    }
+    const Frequencies frequencies(pairs, base, scale, yarn_factor, original, beta_fast, beta_slow);
     for (u32 t = blockIdx.x; t < tokens; t += gridDim.x) {
         const float position = float(at<int>(positions, 0)[t]);
         for (u32 first = 0; first < pairs; first += PAIRS) {
             const u32 count = min_u32(PAIRS, pairs - first);
             for (u32 p = threadIdx.x; p < count; p += threads) {
                 const u32 i = first + p;
-                // Rounded to f32 where the host device rounds: a position multiplies the difference.
-                float frequency = float(pow(double(base), -double(i) / double(pairs)) * double(scale));
+                float frequency = frequencies.plain(i);
                 if (factors) frequency /= at<float>(factors, 0)[i];
-                if (original > 0) {
-                    const double ramp = fmin(fmax((double(i) - low) / fmax(high - low, 0.001), 0.0), 1.0), value = frequency;
-                    frequency = float(value * (1.0 - ramp) + value / double(yarn_factor) * ramp);
-                }
+                frequency = frequencies.blend(frequency, i);
                 float sine, cosine;
                 sincosf(position * frequency, &sine, &cosine);
                 sines[p] = inverse == 1 ? -sine : sine;

@@ -12,6 +12,7 @@ mod moe;
 mod products;
 mod rows;
 mod sample;
+mod streams;
 mod tensors;
 
 use std::fmt;
@@ -230,8 +231,15 @@ impl Drop for Event<'_> {
 /// Every case, op by op.
 #[must_use]
 pub fn cases() -> Vec<Case> {
-    [elementwise::cases, rows::cases, moe::cases, heads::cases, attention::cases, sample::cases, products::cases]
-        .into_iter()
-        .flat_map(|cases| cases())
-        .collect()
+    let tables = [
+        elementwise::cases,
+        rows::cases,
+        moe::cases,
+        heads::cases,
+        attention::cases,
+        sample::cases,
+        products::cases,
+        streams::cases,
+    ];
+    tables.into_iter().flat_map(|cases| cases()).collect()
 }

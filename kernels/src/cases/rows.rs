@@ -10,7 +10,7 @@ const EXACT: f64 = 0.0;
 const CACHES: [QuantType; 3] = [QuantType::F32, QuantType::F16, QuantType::BF16];
 
 /// Values at which 16-bit floats round, overflow, become subnormal or stay odd.
-const EDGES: [f32; 20] = [
+pub(super) const EDGES: [f32; 20] = [
     0.0,
     -0.0,
     1.0,

@@ -9,8 +9,10 @@
 mod attention;
 mod dot;
 mod elementwise;
+mod fp8;
 mod gemm;
 mod heads;
+mod hyper;
 mod integer;
 mod math;
 mod moe;
@@ -75,9 +77,13 @@ pub(crate) static KERNELS: &[HostKernel] = &[
     kernel("expert_matmul", &[P, D, D, D, D, P, D, D, P, S, S, P, S, S, P, S, S], product::expert_matmul),
     kernel("expert_sum", &[P, S, S, P, P, P, D, P, S, P, S, D, D, D], moe::expert_sum),
     kernel("fill", &[P, D, D, D], rows::fill),
+    kernel("fp8_kv_quantize", &[P, S, S, P, S, S, D, D, D, D], fp8::kv_quantize),
     kernel("gather_experts", &[P, D, S, P, D, P], moe::gather_experts),
     kernel("get_rows", &[P, D, D, D, S, P, P, D, S, F], rows::get_rows),
     kernel("glu", &[P, S, S, P, S, S, P, S, S, D, D, D, D, F, P, S, S, P, S, S], elementwise::glu),
+    kernel("hc_expand", &[P, S, P, S, S, P, S, P, P, S, S, D, D, D], hyper::expand),
+    kernel("hc_split_sinkhorn", &[P, S, P, P, P, S, P, S, P, D, D, D, F], hyper::split_sinkhorn),
+    kernel("hc_weighted_sum", &[P, S, S, P, S, P, S, D, D, D], hyper::weighted_sum),
     kernel("host_ask", &[P, P], turn::ask),
     kernel("host_wait", &[P, P], turn::wait),
     kernel("kv_store", &[P, S, S, P, P, D, D, S, S, D, D, D, D], rows::kv_store),
@@ -94,6 +100,7 @@ pub(crate) static KERNELS: &[HostKernel] = &[
     ),
     kernel("rms_norm", &[P, P, P, P, D, D, D, S, S, S, S, S, S, F, F, F, P, S, S, P, S, S], norm::rms_norm),
     kernel("rope", &[P, S, S, P, P, S, S, D, D, D, D, D, F, F, P, F, D, F, F], rope::rope),
+    kernel("rope_tail", &[P, S, S, P, P, S, S, D, D, D, D, D, F, F, D, F, F], rope::rope_tail),
     kernel("router", &[P, S, P, P, P, D, D, D, D, D, D, D, F], moe::router),
     kernel("sample", &[P, D, P, P, D, P], sample::sample),
     kernel("scale", &[P, S, P, S, D, D, F], elementwise::scale),

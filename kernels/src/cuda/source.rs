@@ -24,13 +24,14 @@ macro_rules! headers {
 /// Every source: one op a file, or a part of its kernels where there are many.
 pub const SOURCES: &[Source] = sources![
     "add" "advance" "argmax" "attention" "attention_heads" "attention_scores" "attention_values" "copy" "expert_matmul"
-    "expert_matvec_f32" "expert_matvec_q8" "expert_sum" "fill" "gather_experts" "get_rows" "glu" "host_turn" "kv_store"
-    "matmul" "matvec_f32_t1" "matvec_f32_t4" "matvec_q8_t1" "matvec_q8_t8" "mul" "probe" "quantize" "residual_norm"
-    "rms_norm" "rope" "router" "sample" "scale" "soft_max" "softcap"
+    "expert_matvec_f32" "expert_matvec_q8" "expert_sum" "fill" "fp8_kv_quantize" "gather_experts" "get_rows" "glu"
+    "hc_expand" "hc_split_sinkhorn" "hc_weighted_sum" "host_turn" "kv_store" "matmul" "matvec_f32_t1" "matvec_f32_t4"
+    "matvec_q8_t1" "matvec_q8_t8" "mul" "probe" "quantize" "residual_norm" "rms_norm" "rope" "rope_tail" "router" "sample"
+    "scale" "soft_max" "softcap"
 ];
 
 /// Every header that they may include, by the name under which they do. Nothing else can be included.
 pub(super) const HEADERS: &[(&str, &str)] = headers![
     "activations.cuh" "cache.cuh" "codes.cuh" "common.cuh" "copy_async.cuh" "elementwise.cuh" "expert_matvec.cuh" "greatest.cuh"
-    "grids.cuh" "matvec.cuh" "matvec_floats.cuh" "quant.cuh" "sight.cuh" "tiles.cuh"
+    "grids.cuh" "matvec.cuh" "matvec_floats.cuh" "quant.cuh" "sight.cuh" "tiles.cuh" "yarn.cuh"
 ];

@@ -139,3 +139,8 @@ fn attention_agrees_with_the_host_device() {
 fn samples_are_those_of_the_host_device() {
     run(&["argmax", "sample"]);
 }
+
+#[test]
+fn residual_streams_and_tails_of_heads_agree_with_the_host_device() {
+    run(&["rope_tail", "hc_split_sinkhorn", "hc_weighted_sum", "hc_expand", "fp8_kv_quantize"]);
+}

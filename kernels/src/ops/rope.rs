@@ -26,6 +26,21 @@ pub struct Yarn {
     pub beta_slow: f32,
 }
 
+impl Yarn {
+    /// What an op that blends frequencies of this base asks of it.
+    pub(super) fn check(&self, check: &Check, base: f32) -> Result<(), KernelError> {
+        let Self { factor, original_context, beta_fast, beta_slow } = *self;
+        check.parameter(factor.is_finite() && factor >= 1.0, "yarn.factor", factor, "at least 1")?;
+        check.parameter(original_context > 0, "yarn.original_context", 0, "positive")?;
+        let positive = |beta: f32| beta.is_finite() && beta > 0.0;
+        check.parameter(positive(beta_fast) && positive(beta_slow), "yarn.beta", (beta_fast, beta_slow), "positive")?;
+        check.parameter(base > 1.0, "base", base, "above 1 with YaRN")
+    }
+
+    /// Without any.
+    pub(super) const NONE: Self = Self { factor: 1.0, original_context: 0, beta_fast: 32.0, beta_slow: 1.0 };
+}
+
 /// Rotates pairs of the last dimension by `position * base^(-2i/n) / factors[i] * scale`, angles in `f32`.
 ///
 /// All of the last dimension (`n = d`) is rotated: for partial rotation give a narrowed view. `out` may be `x`.
@@ -102,22 +117,13 @@ impl Op for Rope {
         check.parameter(self.scale.is_finite() && self.scale > 0.0, "scale", self.scale, "positive")?;
         if let Some(yarn) = &self.yarn {
             check.parameter(self.factors.is_none(), "yarn", yarn, "absent where frequency factors are given")?;
-            check.parameter(yarn.factor.is_finite() && yarn.factor >= 1.0, "yarn.factor", yarn.factor, "at least 1")?;
-            check.parameter(yarn.original_context > 0, "yarn.original_context", 0, "positive")?;
-            let betas = yarn.beta_fast.is_finite() && yarn.beta_slow.is_finite() && yarn.beta_slow > 0.0;
-            check.parameter(
-                betas && yarn.beta_fast > 0.0,
-                "yarn.beta",
-                (yarn.beta_fast, yarn.beta_slow),
-                "positive",
-            )?;
-            check.parameter(self.base > 1.0, "base", self.base, "above 1 with YaRN")?;
+            yarn.check(&check, self.base)?;
         }
         Ok(())
     }
 
     fn call(&self) -> Call {
-        let yarn = self.yarn.unwrap_or(Yarn { factor: 1.0, original_context: 0, beta_fast: 32.0, beta_slow: 1.0 });
+        let yarn = self.yarn.unwrap_or(Yarn::NONE);
         // A single token's heads are spread over blocks, which then compute the same turns; with many tokens each
         // block computes them once for all heads.
         let mut call = Call::new(self.x.dim(0));

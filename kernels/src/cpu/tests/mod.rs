@@ -8,6 +8,7 @@ mod integer;
 mod matmul;
 mod rows;
 mod sample;
+mod streams;
 mod unfused;
 
 use std::sync::Arc;
