@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Weak};
 
 use evergraph_pool::driver::{
-    CaptureMode, DevicePtr, DriverErrorKind, DriverResult, DynDriver, ExecHandle, GraphHandle,
+    CaptureMode, DevicePtr, DriverErrorKind, DriverResult, DynDriver, ExecHandle, GraphHandle, StreamHandle,
 };
 use evergraph_pool::handshake::{Epoch, Launcher, Lease, Proven};
 use evergraph_pool::{
@@ -197,6 +197,9 @@ pub(crate) struct Graph {
     pub(crate) bytes: usize,
     /// Zeroed scratch of its own window.
     pub(crate) zeroed: Vec<(DevicePtr, usize)>,
+    /// What must be cleared before the next launch. Queued under the lease, like the launch itself: before that nothing keeps the
+    /// memory from being taken, and whoever takes it waits for launches only.
+    pub(crate) unclean: Vec<(DevicePtr, usize)>,
     /// Where it leaves its results.
     pub(crate) results: Results,
     /// The last try was no launch: it would have written over a result that somebody holds.
@@ -219,12 +222,16 @@ impl Graph {
             let _ = driver.bind();
         }
         let (results, mut blocked) = (&self.results, false);
+        let unclean = &mut self.unclean;
         let launch = || {
             if !results.may_launch() {
                 blocked = true;
                 return Ok(());
             }
             results.note_launch();
+            if !unclean.is_empty() {
+                clear_scratch(driver, stream, unclean)?;
+            }
             match driver.launch(exec, stream) {
                 // The one error that says "another device was current". Checking before every launch would be a
                 // second driver call.
@@ -250,6 +257,12 @@ impl Graph {
         result
     }
 
+    /// Clears at once what is to be cleared before the next launch. Only a mutant does.
+    #[cold]
+    pub(crate) fn clear(&mut self) -> DriverResult<()> {
+        clear_scratch(&self.exec.driver, self.exec.stream.handle(), &mut self.unclean)
+    }
+
     /// Walks every part under its pool's lock. What is bad, pool by pool; empty: all proven.
     pub(crate) fn prove(&mut self) -> Vec<Stale> {
         let mut stale = Vec::new();
@@ -272,6 +285,17 @@ impl Graph {
         drop(parts);
         exec
     }
+}
+
+/// Clears scratch that the work expects to start as zero, in stream order before the launch.
+#[cold]
+fn clear_scratch(driver: &DynDriver, stream: StreamHandle, unclean: &mut Vec<(DevicePtr, usize)>) -> DriverResult<()> {
+    driver.bind()?;
+    for &(ptr, bytes) in unclean.iter().filter(|_| !mutant::is("cache.zeroed-not-cleared")) {
+        driver.memset_d8(ptr, 0, bytes, stream)?;
+    }
+    unclean.clear();
+    Ok(())
 }
 
 /// A call that ends something is tried again: nobody else will. Silent, since drops have nobody to tell.

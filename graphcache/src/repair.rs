@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use evergraph_pool::driver::{DevicePtr, DriverError, DriverResult, UpdateResult};
+use evergraph_pool::driver::{DriverError, UpdateResult};
 use evergraph_pool::handshake::{Launcher, Proven};
 use evergraph_pool::{
     Awake, BadReason, Dependent, Hold, Pool, PoolError, Purpose, Registration, ScratchPolicy, Stale, mutant,
@@ -226,9 +226,9 @@ impl<E: From<CacheError>> Run<'_, '_, E> {
         })
     }
 
-    /// Puts pages back under unbacked scratch and clears what must start as zero.
+    /// Puts pages back under unbacked scratch, and notes what must start as zero.
     fn remap(&mut self) -> Result<(), CacheError> {
-        let Some(graph) = &self.work.state.graph else { return Ok(()) };
+        let Some(graph) = &mut self.work.state.graph else { return Ok(()) };
         let start = Instant::now();
         let mut pages = Pages::default();
         for part in &graph.parts {
@@ -237,29 +237,23 @@ impl<E: From<CacheError>> Run<'_, '_, E> {
                 if let Some(pool) = pool.filter(|_| reback.mapped) {
                     pages.add(pool, reback.bytes);
                 }
-                if reback.clear {
-                    self.clear(reback.ptr, reback.bytes)?;
-                }
                 let back = reback.ptr.0..reback.ptr.0 + reback.bytes as u64;
-                for &(ptr, bytes) in graph.zeroed.iter().filter(|(ptr, _)| back.contains(&ptr.0)) {
-                    self.clear(ptr, bytes)?;
+                let own = graph.zeroed.iter().copied().filter(|(ptr, _)| back.contains(&ptr.0));
+                let whole = reback.clear.then_some((reback.ptr, reback.bytes));
+                for piece in own.chain(whole) {
+                    if !graph.unclean.contains(&piece) {
+                        graph.unclean.push(piece);
+                    }
                 }
             }
         }
         if pages.chunks > 0 {
             self.inner.costs.remapped(pages, start.elapsed());
         }
-        Ok(())
-    }
-
-    /// Clears scratch that the work expects to start as zero, in stream order before the launch.
-    fn clear(&self, ptr: DevicePtr, bytes: usize) -> DriverResult<()> {
-        if mutant::is("cache.zeroed-not-cleared") {
-            return Ok(());
+        if mutant::is("cache.cleared-without-lease") {
+            graph.clear()?;
         }
-        let stream = self.request.stream;
-        stream.driver().bind()?;
-        stream.driver().memset_d8(ptr, 0, bytes, stream.handle())
+        Ok(())
     }
 
     fn first_capture(&mut self) -> Result<Outcome, E> {
@@ -336,12 +330,6 @@ impl<E: From<CacheError>> Run<'_, '_, E> {
             .into_iter()
             .map(|r| Part { epoch: Arc::clone(r.epoch()), proven: Proven::NONE, registration: r })
             .collect();
-        for &(ptr, bytes) in &zeroed {
-            if let Err(error) = self.clear(ptr, bytes) {
-                self.inner.set_bytes(&self.work.entry.key, 0);
-                return Err(self.refused(error));
-            }
-        }
         let bound = SmallVec::from_slice(self.request.bound);
         let scan_us = captured.scan_took.as_secs_f32() * 1e6;
         results.enlist(launcher.lease());
@@ -353,6 +341,7 @@ impl<E: From<CacheError>> Run<'_, '_, E> {
             launches: 0,
             opaque,
             bytes,
+            unclean: zeroed.clone(),
             zeroed,
             reaches,
             results,
@@ -360,7 +349,10 @@ impl<E: From<CacheError>> Run<'_, '_, E> {
             bound,
             scan_us,
         };
-        self.work.state.graph = Some(graph);
+        let graph = self.work.state.graph.insert(graph);
+        if mutant::is("cache.cleared-without-lease") {
+            graph.clear().map_err(|e| self.inner.refused::<E>(e))?;
+        }
         let ran = match (self.work.state.captured, updated) {
             (false, _) => Ran::Captured,
             (true, true) => Ran::Updated,

@@ -23,6 +23,11 @@ const TABLE: &[(&str, &str, &str)] = &[
         "repairs::zeroed_scratch_is_cleared_after_new_pages_and_only_then",
     ),
     (
+        "4 cleared under the lease",
+        "cache.cleared-without-lease",
+        "threads::nobody_takes_scratch_between_its_clearing_and_the_launch",
+    ),
+    (
         "5 declared",
         "cache.declared-ignored",
         "replay::two_warm_ups_a_capture_and_then_the_launch_is_the_only_driver_call",

@@ -1,8 +1,10 @@
 //! Many threads on one cache: get, launch, evict, flush.
 
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
 
-use evergraph_graphcache::{CacheError, GraphKey, Request};
+use evergraph_graphcache::{CacheError, GraphKey, Ran, Request};
 use evergraph_pool::driver::{Args, LaunchConfig};
 use evergraph_pool::{PoolConfig, PoolMode, Purpose, ScratchPolicy, Stream, Use};
 
@@ -136,4 +138,57 @@ fn threads_that_want_the_same_graph_take_turns() {
         let count = rig.count();
         assert_eq!((count.warm_ups, count.captures, count.replays), (2, 1, 397));
     }
+}
+
+/// Scratch that must start as zero is cleared right before the launch that needs it. A thread that was short of memory took the pages
+/// in between, waited for the last launch only, and the clearing hit what was not there any more.
+#[test]
+fn nobody_takes_scratch_between_its_clearing_and_the_launch() {
+    let rig = Rig::new(PoolMode::Vmm);
+    let key = GraphKey::new("counters");
+    let (input, out) = (rig.slice(&[0]), rig.slice(&[0]));
+    let run = |turn: u32| {
+        rig.stream.upload(&[turn], &input).unwrap();
+        let request = Request::new(&key, &rig.pool, &rig.stream).policy(ScratchPolicy::Track);
+        let outcome = rig
+            .cache
+            .run(&request, |scope| -> Result<(), CacheError> {
+                scope.declare(&input, Use::Input)?;
+                scope.declare(&out, Use::State)?;
+                let counter = scope.alloc_zeroed_scratch::<u32>(BIG)?;
+                let mut args = Args::new();
+                args.ptr(out.ptr()).ptr(input.ptr()).ptr(counter.ptr());
+                rig.launch(scope.stream(), "ticket", &args)
+            })
+            .unwrap();
+        assert_eq!(rig.read(&out), [turn], "the counter was not zero: {outcome:?}");
+        outcome.ran
+    };
+    // Somebody else wants all memory, just when it is to be cleared; whether there was none for them as long as they were waited for.
+    let met = |ran: &dyn Fn() -> Ran| {
+        let (pool, driver) = (rig.pool.clone(), rig.driver.clone());
+        let (say, said) = mpsc::channel();
+        rig.faulty.before_nth("memset_d8", 1, move || {
+            let taker = std::thread::spawn(move || {
+                driver.bind().unwrap();
+                pool.trim_to(0).unwrap();
+            });
+            let until = Instant::now() + Duration::from_millis(100);
+            while !taker.is_finished() && Instant::now() < until {
+                std::thread::yield_now();
+            }
+            say.send(taker).unwrap();
+        });
+        let ran = ran();
+        said.recv().unwrap().join().unwrap();
+        ran
+    };
+    let warm_ups: Vec<Ran> = (1..3).map(run).collect();
+    assert_eq!(warm_ups, [Ran::WarmUp, Ran::WarmUp]);
+    assert_eq!(met(&|| run(3)), Ran::Captured);
+    for turn in 4..8 {
+        rig.pool.trim_to(0).unwrap();
+        assert_eq!(met(&|| run(turn)), Ran::Remapped);
+    }
+    assert!(rig.driver.fault().is_none());
 }

@@ -54,7 +54,6 @@ impl Call {
     }
 }
 
-#[derive(Debug)]
 struct Rule {
     call: &'static str,
     /// Calls of the kind still to let through before the failure.
@@ -62,7 +61,11 @@ struct Rule {
     kind: Option<DriverErrorKind>,
     sticky: bool,
     spent: bool,
+    /// Done before the call, in place of a failure.
+    action: Option<Action>,
 }
+
+type Action = Box<dyn FnOnce() + Send>;
 
 /// Wraps a driver: fails chosen calls *before* they reach it, counts and logs all.
 pub struct Faulty<D: ?Sized = dyn Driver> {
@@ -125,6 +128,15 @@ impl<D: Driver + ?Sized> Faulty<D> {
         self.add_rule(call, nth, Some(kind), true);
     }
 
+    /// Runs `action` before the `nth` call of a kind from now on (1 is the next), on the thread that makes the call and with no
+    /// lock of this held: for tests of what may happen just then.
+    pub fn before_nth(&self, call: &'static str, nth: u64, action: impl FnOnce() + Send + 'static) {
+        let skip = nth.saturating_sub(1);
+        let action: Option<Action> = Some(Box::new(action));
+        self.rules.lock().push(Rule { call, skip, kind: None, sticky: false, spent: false, action });
+        self.armed.store(true, Ordering::Release);
+    }
+
     /// Takes every rule back.
     pub fn clear(&self) {
         self.rules.lock().clear();
@@ -179,7 +191,7 @@ impl<D: Driver + ?Sized> Faulty<D> {
     }
 
     fn add_rule(&self, call: &'static str, nth: u64, kind: Option<DriverErrorKind>, sticky: bool) {
-        self.rules.lock().push(Rule { call, skip: nth.saturating_sub(1), kind, sticky, spent: false });
+        self.rules.lock().push(Rule { call, skip: nth.saturating_sub(1), kind, sticky, spent: false, action: None });
         self.armed.store(true, Ordering::Release);
     }
 
@@ -190,15 +202,21 @@ impl<D: Driver + ?Sized> Faulty<D> {
         }
         let name = CALLS[index];
         let mut rules = self.rules.lock();
-        let mut failure = None;
+        let (mut failure, mut actions) = (None, SmallVec::<[Action; 1]>::new());
         for rule in rules.iter_mut().filter(|r| !r.spent && (r.call == name || r.call == "any")) {
             if rule.skip > 0 {
                 rule.skip -= 1;
                 continue;
             }
             rule.spent = !rule.sticky;
+            if let Some(action) = rule.action.take() {
+                actions.push(action);
+                continue;
+            }
             failure.get_or_insert_with(|| rule.kind.clone().unwrap_or_else(|| default_failure(name)));
         }
+        drop(rules);
+        actions.into_iter().for_each(|action| action());
         match failure {
             None => Ok(()),
             Some(kind) => {
