@@ -1,5 +1,5 @@
 // `expert_matmul` with many tokens. Grid: tiles of rows, experts. A block finds the slots of its expert in the ids and
-// multiplies its rows with them, 64 at a time in the order of the slots.
+// multiplies its rows with them, 64 at a time in the order of the slots. Without ids (`head_matmul`) slot k of a token takes expert k.
 #include "tiles.cuh"
 
 struct SlotRows {
@@ -24,6 +24,17 @@ EVG_DEVICE void multiply_experts(Matrix a, u32 experts, const int* ids, u32 slot
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     rows.list = list;
     a.w += u64(blockIdx.y) * a.out * a.row_bytes;
+    if (!ids) {
+        // The slots of a head are one a token.
+        for (u32 next = 0; next < slots; next += TILE * rows.used) {
+            const u32 count = min_u32(ceil_div(slots - next, rows.used), TILE);
+            __syncthreads();
+            if (threadIdx.x < count) list[threadIdx.x] = next + threadIdx.x * rows.used + blockIdx.y;
+            __syncthreads();
+            multiply_tile<Tile>(a, blockIdx.x * TILE, rows, count, buffers);
+        }
+        return;
+    }
     u32 next = 0;
     while (next < slots) {
         u32 count = 0;

@@ -1,5 +1,5 @@
-// `residual_norm`: h = gain * (h + norm(y) * weight), y the sum of one or two parts, and up to three norms of the new h. One
-// block a row.
+// `residual_norm`: h = gain * (h + norm(y) * weight), y the sum of one or two parts, and up to three norms of the new h. Without
+// a weight y is added as it is. One block a row.
 #include "codes.cuh"
 
 #define MOST_NORMED 3
@@ -65,7 +65,7 @@ static EVG_DEVICE void add_in_registers(const Inputs& in, u32 t) {
         const float factor = two.norm ? 1.0f / root(other.squares(), cols, in.eps) : 1.0f;
         for (u32 j = 0; j < 4; j++) y.v[j] = other.v[j] * factor * other_norm.v[j] + y.v[j];
     }
-    const float factor = 1.0f / root(y.squares(), cols, in.eps);
+    const float factor = in.weight ? 1.0f / root(y.squares(), cols, in.eps) : 1.0f;
     for (u32 j = 0; j < 4; j++) h.v[j] = (y.v[j] * factor * weight.v[j] + h.v[j]) * in.gain;
     if (mine) h.store(in.h, t * in.stride, i);
     if (!in.normed[0].weight) return;
@@ -105,12 +105,14 @@ static EVG_DEVICE void add_in_turns(const Inputs& in, u32 t) {
         const float first = x1[i] * factors[0] * (n1 ? n1[i] : 1.0f);
         return x2 ? x2[i] * factors[1] * (n2 ? n2[i] : 1.0f) + first : first;
     };
-    float sum = 0.0f;
-    for (u32 i = threadIdx.x; i < cols; i += threads) sum = fmaf(y(i), y(i), sum);
-    const float factor = 1.0f / root(sum, cols, in.eps);
-    sum = 0.0f;
+    float sum = 0.0f, factor = 1.0f;
+    if (w) {
+        for (u32 i = threadIdx.x; i < cols; i += threads) sum = fmaf(y(i), y(i), sum);
+        factor = 1.0f / root(sum, cols, in.eps);
+        sum = 0.0f;
+    }
     for (u32 i = threadIdx.x; i < cols; i += threads) {
-        const float value = (y(i) * factor * w[i] + h[i]) * in.gain;
+        const float value = (y(i) * factor * (w ? w[i] : 1.0f) + h[i]) * in.gain;
         h[i] = value;
         sum = fmaf(value, value, sum);
     }

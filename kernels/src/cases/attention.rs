@@ -112,6 +112,38 @@ impl Shape {
     }
 }
 
+/// Values that are the first part of the keys' rows: a compressed cache, in all ways of attention.
+fn shared_rows(list: &mut Vec<Case>) {
+    let latent = Shape { heads: 16, kv_heads: 1, d: 576, dv: 512, ..PLAIN };
+    let odd = Shape { heads: 5, kv_heads: 1, d: 37, dv: 21, gap: 1, ..PLAIN };
+    for (name, shape) in [
+        ("one token", Shape { past: 300, ..latent }),
+        ("F32, some tokens", Shape { past: 20, tokens: 3, ty: QuantType::F32, ..latent }),
+        ("odd widths", Shape { past: 33, tokens: 7, ty: QuantType::BF16, ..odd }),
+        ("odd widths, many tokens", Shape { past: 3, tokens: 40, ..odd }),
+    ] {
+        let views = move |t: &mut Tensors<'_>| {
+            let k = shape.cache(t, shape.d)?;
+            Ok::<_, KernelError>((k.clone(), k.narrow(2, 0, shape.dv)?, shape.positions(t)?))
+        };
+        let (heads, tokens) = (shape.heads, shape.tokens);
+        let name = |what: &str| format!("values in the rows of keys, {name}{what}");
+        list.push(Case::new("attention", name(""), 5e-6, move |t| {
+            let (q, (k, v, positions)) = (shape.queries(t)?, views(t)?);
+            let out = t.strided_output(&[tokens, heads, shape.dv], 1, 2)?;
+            let (window, softcap, sinks, ring) = (None, None, None, false);
+            Ok(Box::new(Attention { q, k, v, positions, out, scale: 0.07, window, softcap, sinks, ring }))
+        }));
+        list.push(Case::new("attention_values", name(", scores in memory"), 2e-6, move |t| {
+            let weights = t.random(tokens * heads * shape.capacity());
+            let p = t.strided(&[tokens, heads, shape.capacity()], &weights, 0, 1)?;
+            let (_, v, positions) = views(t)?;
+            let out = t.output(&[tokens, heads, shape.dv])?;
+            Ok(Box::new(AttentionValues { p, v, positions, out, window: None, ring: false }))
+        }));
+    }
+}
+
 pub(super) fn cases() -> Vec<Case> {
     let mut list = vec![
         PLAIN.case("one query"),
@@ -142,6 +174,7 @@ pub(super) fn cases() -> Vec<Case> {
     list.push(Shape { past: 8191, ..model }.case("decode, 8192 keys").large());
     list.push(Shape { past: 0, tokens: 512, ..model }.case("prompt of 512").large());
     list.push(Shape { past: 4096, tokens: 512, ..model }.case("prompt of 512 after 4096").large());
+    shared_rows(&mut list);
     list.push(Case::new("attention", "positions in any order", 5e-6, |t| {
         let shape = Shape { past: 300, tokens: 6, heads: 4, ..PLAIN };
         let (q, k, v) = (shape.queries(t)?, shape.cache(t, shape.d)?, shape.cache(t, shape.dv)?);

@@ -2,7 +2,7 @@
 
 use super::{Case, Tensors};
 use crate::KernelError;
-use crate::ops::{AttentionHeads, NewKeys, TensorView};
+use crate::ops::{AttentionHeads, LatentHeads, NewKeys, TensorView, Yarn};
 use crate::quant::QuantType;
 
 #[derive(Clone, Copy)]
@@ -76,6 +76,81 @@ fn case(name: impl Into<String>, shape: Shape, change: fn(&mut AttentionHeads, O
     })
 }
 
+/// Queries and rows of a compressed cache.
+#[derive(Clone, Copy)]
+struct Latent {
+    tokens: usize,
+    heads: usize,
+    /// Widths that are normed, and rotated.
+    rank: usize,
+    turned: usize,
+    ty: QuantType,
+    yarn: Option<Yarn>,
+    magnitude: f32,
+    in_place: bool,
+}
+
+impl Latent {
+    fn case(self, name: impl Into<String>) -> Case {
+        let tolerance = match self.ty {
+            QuantType::F16 => 1e-3,
+            QuantType::BF16 => 8e-3,
+            _ => 2e-6,
+        };
+        Case::new("latent_heads", name, tolerance, move |t| {
+            let Self { tokens, heads, rank, turned, ty, yarn, magnitude, in_place } = self;
+            // The last part of each head.
+            let q = t.noise(&[tokens, heads, turned + 3])?.narrow(2, 3, turned)?;
+            let out = match in_place {
+                true => q.clone(),
+                false => t.strided_output(&[tokens, heads, turned], 2, 5)?,
+            };
+            let capacity = tokens + 3;
+            let cache = t.typed(ty, &[capacity, rank + turned + 2], &vec![0.5; capacity * (rank + turned + 2)])?;
+            // Later tokens in earlier rows.
+            let positions: Vec<i32> = (0..tokens).map(|token| (capacity - 1 - token) as i32).collect();
+            Ok(Box::new(LatentHeads {
+                q,
+                out,
+                kv: t.strided_noise(&[tokens, rank + turned], 1, 4)?,
+                norm: t.noise(&[rank])?,
+                positions: t.ints(&[tokens], &positions)?,
+                cache: cache.narrow(1, 2, rank + turned)?,
+                eps: 1e-6,
+                base: 1e4,
+                scale: 1.0,
+                yarn,
+                magnitude,
+            }))
+        })
+    }
+}
+
+fn latent(list: &mut Vec<Case>) {
+    let plain = Latent {
+        tokens: 1,
+        heads: 16,
+        rank: 512,
+        turned: 64,
+        ty: QuantType::F16,
+        yarn: None,
+        magnitude: 1.0,
+        in_place: true,
+    };
+    let yarn = Some(Yarn { factor: 40.0, original_context: 64, beta_fast: 32.0, beta_slow: 1.0 });
+    for ty in [QuantType::F32, QuantType::F16, QuantType::BF16] {
+        list.push(Latent { ty, ..plain }.case(format!("{ty}, one token")));
+        let many = Latent { ty, tokens: 300, heads: 3, rank: 33, turned: 10, yarn, in_place: false, ..plain };
+        list.push(many.case(format!("{ty}, more tokens than blocks, YaRN")));
+    }
+    let f32s = Latent { ty: QuantType::F32, tokens: 5, ..plain };
+    list.push(Latent { heads: 128, yarn, in_place: false, ..f32s }.case("128 heads, YaRN"));
+    list.push(
+        Latent { heads: 9, rank: 1, turned: 2, magnitude: 1.3, ..f32s }.case("one column and one pair, a magnitude"),
+    );
+    list.push(Latent { heads: 1, rank: 2100, turned: 600, in_place: false, ..f32s }.case("wide rows, one head"));
+}
+
 pub(super) fn cases() -> Vec<Case> {
     let mut list = Vec::new();
     for ty in [QuantType::F32, QuantType::F16, QuantType::BF16] {
@@ -95,6 +170,7 @@ pub(super) fn cases() -> Vec<Case> {
     list.push(case("values as they are", PLAIN, |op, _| {
         op.new.iter_mut().for_each(|new| new.norm_values = false);
     }));
+    latent(&mut list);
     list.push(case("values are the keys", Shape { tokens: 2, ..PLAIN }, |op, _| {
         op.new.iter_mut().for_each(|new| new.v = new.k.clone());
     }));

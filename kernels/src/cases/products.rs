@@ -2,7 +2,7 @@
 
 use super::{Case, Tensors};
 use crate::KernelError;
-use crate::ops::{ExpertMatMul, GetRows, MatMul, Quantize, TensorView};
+use crate::ops::{ExpertMatMul, GetRows, HeadMatMul, MatMul, Quantize, TensorView};
 use crate::quant::QuantType;
 
 const EXACT: f64 = 0.0;
@@ -40,6 +40,7 @@ pub(super) fn cases() -> Vec<Case> {
             }
         }
     }
+    per_head(&mut list);
     for (ty, cols) in [(QuantType::F32, 99), (QuantType::F16, 99), (QuantType::BF16, 7)] {
         for tokens in [1, 3, 10] {
             product(&mut list, ty, [11, cols, tokens], false);
@@ -160,6 +161,36 @@ fn experts(list: &mut Vec<Case>, ty: QuantType, tokens: usize, per_slot: bool, w
         }
         Ok(Box::new(ExpertMatMul::new(w, t.strided_noise(shape, 1, 4)?, ids, y)))
     }));
+}
+
+/// Products of heads: parts of wider rows on both sides, one token, a few, tiles of them.
+fn per_head(list: &mut Vec<Case>) {
+    let mut product = |ty: QuantType, [heads, out, cols, tokens]: [usize; 4]| {
+        let name = format!("{ty} {heads} heads of {out}x{cols}, {tokens} tokens");
+        list.push(Case::new("head_matmul", name, SUMMED, move |t| {
+            let w = weight(t, ty, &[heads, out, cols])?;
+            let x = t.strided_noise(&[tokens, heads, cols], 0, 16)?;
+            Ok(Box::new(HeadMatMul { w, x, y: t.strided_output(&[tokens, heads, out], 3, 5)? }))
+        }));
+    };
+    for ty in QuantType::ALL.iter().copied().filter(|ty| ty.supported()) {
+        let cols = 256.max(ty.block_size());
+        product(ty, [3, 37, cols, 1]);
+        product(ty, [2, 20, cols, 9]);
+    }
+    for ty in [QuantType::F32, QuantType::F16, QuantType::Q8_0, QuantType::Q4_0] {
+        product(ty, [5, 130, 32, 3]);
+        product(ty, [16, 512, 128, 1]);
+        product(ty, [2, 65, 64, 131]);
+    }
+    product(QuantType::F32, [3, 9, 7, 2]);
+    product(QuantType::BF16, [1, 1, 5, 70]);
+    let large = [(128, 512, 128, 1), (128, 128, 512, 1), (128, 512, 128, 512)];
+    for (heads, out, cols, tokens) in large {
+        product(QuantType::Q8_0, [heads, out, cols, tokens]);
+    }
+    let last = list.len() - large.len();
+    list[last..].iter_mut().for_each(|case| *case = case.clone().large());
 }
 
 /// Blocks at odd addresses, activations that 16-byte loads may not touch.

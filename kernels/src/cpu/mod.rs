@@ -14,6 +14,7 @@ mod gemm;
 mod heads;
 mod hyper;
 mod integer;
+mod latent;
 mod math;
 mod moe;
 mod norm;
@@ -84,9 +85,15 @@ pub(crate) static KERNELS: &[HostKernel] = &[
     kernel("hc_expand", &[P, S, P, S, S, P, S, P, P, S, S, D, D, D], hyper::expand),
     kernel("hc_split_sinkhorn", &[P, S, P, P, P, S, P, S, P, D, D, D, F], hyper::split_sinkhorn),
     kernel("hc_weighted_sum", &[P, S, S, P, S, P, S, D, D, D], hyper::weighted_sum),
+    kernel("head_matmul", &[P, D, D, D, D, P, D, D, P, S, S, P, S, S, P, S, S], product::expert_matmul),
     kernel("host_ask", &[P, P], turn::ask),
     kernel("host_wait", &[P, P], turn::wait),
     kernel("kv_store", &[P, S, S, P, P, D, D, S, S, D, D, D, D], rows::kv_store),
+    kernel(
+        "latent_heads",
+        &[P, S, S, P, S, S, P, S, P, P, P, S, D, D, D, D, D, D, F, F, F, F, D, F, F, F],
+        latent::latent_heads,
+    ),
     kernel("matmul", &[P, D, D, D, P, D, S, P, S, P, S], product::matmul),
     kernel("mul", &[P, S, P, S, P, S, D, D], elementwise::mul),
     kernel("quantize", &[P, S, P, S, P, S, D, D], quantize::quantize),

@@ -116,16 +116,20 @@ pub(super) fn matmul(ctx: &KernelContext<'_>) -> Result<(), Fault> {
     Ok(())
 }
 
-/// `expert_matmul`.
+/// `expert_matmul`, and `head_matmul`, which has no ids.
 pub(super) fn expert_matmul(ctx: &KernelContext<'_>) -> Result<(), Fault> {
     let mut a = Reader::new(ctx);
     let (w, ty, experts, out, cols) = (a.ptr()?, a.ty()?, a.dim()?, a.dim()?, a.dim()?);
-    let (ids, tokens, used) = (a.ptr()?, a.dim()?, a.dim()?);
+    let (ids, tokens, used) = (a.optional()?, a.dim()?, a.dim()?);
     let (x, x_strides) = (a.ptr()?, [a.stride()?, a.stride()?]);
     let (y, y_strides) = (a.ptr()?, [a.stride()?, a.stride()?]);
     let (scales, scales_strides) = (a.optional()?, [a.stride()?, a.stride()?]);
     let row_bytes = row_bytes(ctx, ty, cols)?;
-    let ids = super::span::load::<i32>(ctx, ids, tokens * used)?;
+    let ids = match ids {
+        Some(ids) => super::span::load::<i32>(ctx, ids, tokens * used)?,
+        // Slot k of a token takes expert k.
+        None => (0..tokens * used).map(|slot| (slot % used) as i32).collect(),
+    };
     let x = Inputs::read(ctx, (x, x_strides), (scales, scales_strides), [tokens, used], cols, ty)?;
     let y = Rows::<f32>::write3(ctx, y, [tokens, used], out, y_strides)?;
     let mut products: Vec<Product<'_>> = Vec::new();

@@ -21,7 +21,7 @@ pub(super) fn residual_norm(ctx: &KernelContext<'_>) -> Result<(), Fault> {
             parts.push((Rows::<f32>::read(ctx, x, tokens, cols, stride)?, norm.map(vector).transpose()?));
         }
     }
-    let (h, h_stride, weight) = (a.ptr()?, a.stride()?, vector(a.ptr()?)?);
+    let (h, h_stride, weight) = (a.ptr()?, a.stride()?, a.optional()?.map(vector).transpose()?);
     let h = Rows::<f32>::write(ctx, h, tokens, cols, h_stride)?;
     let mut normed = Vec::new();
     for _ in 0..3 {
@@ -49,7 +49,10 @@ pub(super) fn residual_norm(ctx: &KernelContext<'_>) -> Result<(), Fault> {
                 }
             }
             let h = h.row_mut(t, 0);
-            norm(level, &y, Some(&weight), eps, 1.0, &mut z);
+            match &weight {
+                Some(weight) => norm(level, &y, Some(weight), eps, 1.0, &mut z),
+                None => z.copy_from_slice(&y),
+            }
             add(level, h, &mut z);
             if gain != 1.0 {
                 times(level, gain, &mut z);

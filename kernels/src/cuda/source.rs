@@ -25,7 +25,7 @@ macro_rules! headers {
 pub const SOURCES: &[Source] = sources![
     "add" "advance" "argmax" "attention" "attention_heads" "attention_scores" "attention_values" "copy" "expert_matmul"
     "expert_matvec_f32" "expert_matvec_q8" "expert_sum" "fill" "fp8_kv_quantize" "gather_experts" "get_rows" "glu"
-    "hc_expand" "hc_split_sinkhorn" "hc_weighted_sum" "host_turn" "kv_store" "matmul" "matvec_f32_t1" "matvec_f32_t4"
+    "hc_expand" "hc_split_sinkhorn" "hc_weighted_sum" "host_turn" "kv_store" "latent_heads" "matmul" "matvec_f32_t1" "matvec_f32_t4"
     "matvec_q8_t1" "matvec_q8_t8" "mul" "probe" "quantize" "residual_norm" "rms_norm" "rope" "rope_tail" "router" "sample"
     "scale" "soft_max" "softcap"
 ];

@@ -79,7 +79,7 @@ fn products_agree_with_the_host_device_for_every_type_and_number_of_tokens() {
 
 #[test]
 fn products_with_experts_agree_with_the_host_device() {
-    run(&["expert_matmul"]);
+    run(&["expert_matmul", "head_matmul"]);
 }
 
 /// What came of the ops that read numbers from device memory, when the last one is `id`.
@@ -132,7 +132,7 @@ fn experts_agree_with_the_host_device() {
 
 #[test]
 fn attention_agrees_with_the_host_device() {
-    run(&["attention", "attention_heads", "attention_scores", "attention_values", "soft_max"]);
+    run(&["attention", "attention_heads", "latent_heads", "attention_scores", "attention_values", "soft_max"]);
 }
 
 #[test]

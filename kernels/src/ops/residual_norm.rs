@@ -4,7 +4,7 @@ use super::check::Check;
 use super::{Call, Codes, Op, TensorView};
 use crate::KernelError;
 
-/// `h = gain * (h + norm(y) * weight)`, with `y` the sum of one or two parts, and then norms of `h`.
+/// `h = gain * (h + norm(y) * weight)`, with `y` the sum of one or two parts, or `gain * (h + y)`; and then norms of `h`.
 ///
 /// [`RmsNorm`](super::RmsNorm) for each norm and [`Add`](super::Add) in one launch; on the host device to the same bits.
 #[derive(Clone, Debug)]
@@ -13,8 +13,8 @@ pub struct ResidualNorm {
     pub h: TensorView,
     /// One or two, whose sum is `y`.
     pub parts: Vec<Part>,
-    /// `[D]` F32.
-    pub weight: TensorView,
+    /// `[D]` F32, of the norm of `y`; none: `y` is added as it is.
+    pub weight: Option<TensorView>,
     /// Factor of `h`.
     pub gain: f32,
     /// Added to mean squares; more than 0.
@@ -60,7 +60,7 @@ impl ResidualNorm {
         let parts = self.parts.iter();
         let parts = parts.flat_map(|part| [Some(("x", &part.x)), part.norm.as_ref().map(|norm| ("norm", norm))]);
         let weights = self.normed.iter().map(|normed| ("weight", &normed.weight));
-        parts.flatten().chain([("weight", &self.weight)]).chain(weights).collect()
+        parts.flatten().chain(self.weight.iter().map(|weight| ("weight", weight))).chain(weights).collect()
     }
 }
 
@@ -115,7 +115,7 @@ impl Op for ResidualNorm {
             let x = part.map(|part| &part.x);
             call = call.optional(x).optional_stride(x, 0).optional(part.and_then(|part| part.norm.as_ref()));
         }
-        call = call.view(&self.h).stride(&self.h, 0).view(&self.weight);
+        call = call.view(&self.h).stride(&self.h, 0).optional(self.weight.as_ref());
         for index in 0..Self::MOST_NORMED {
             let normed = self.normed.get(index);
             let out = normed.and_then(|normed| normed.out.as_ref());

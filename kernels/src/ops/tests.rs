@@ -238,13 +238,14 @@ fn residual_norms_refuse_what_does_not_fit() {
     let good = || ResidualNorm {
         h: x("h"),
         parts: vec![Part { x: x("a"), norm: Some(f32s("an", &[64])) }, Part { x: x("b"), norm: None }],
-        weight: weight(),
+        weight: Some(weight()),
         gain: 1.0,
         eps: 1e-6,
         normed: vec![Normed { out: None, codes: Some(codes()), ..normed("") }, normed("n")],
     };
     good().check().unwrap();
     ResidualNorm { normed: vec![], ..good() }.check().unwrap();
+    ResidualNorm { weight: None, ..good() }.check().unwrap();
     let names = |views: Vec<&TensorView>| views.iter().map(|view| view.root().name.clone()).collect::<Vec<_>>();
     assert_eq!(names(good().writes()), ["h", "q", "scales", "n"]);
     assert_eq!(names(good().reads()), ["h", "a", "an", "b", "w", "w", "w"]);
@@ -253,7 +254,7 @@ fn residual_norms_refuse_what_does_not_fit() {
     bad(ResidualNorm { parts: [good().parts, good().parts].concat(), ..good() });
     bad(ResidualNorm { parts: vec![Part { x: x("h"), norm: None }], ..good() });
     bad(ResidualNorm { parts: vec![Part { x: f32s("a", &[1, 64]), norm: None }], ..good() });
-    bad(ResidualNorm { weight: f32s("w", &[32]), ..good() });
+    bad(ResidualNorm { weight: Some(f32s("w", &[32])), ..good() });
     bad(ResidualNorm { gain: f32::NAN, ..good() });
     bad(ResidualNorm { eps: 0.0, ..good() });
     for wrong in [
@@ -268,6 +269,53 @@ fn residual_norms_refuse_what_does_not_fit() {
     ] {
         bad(ResidualNorm { normed: wrong, ..good() });
     }
+}
+
+#[test]
+fn products_of_heads_and_latent_rows_refuse_what_does_not_fit() {
+    let product = || HeadMatMul { w: f32s("w", &[4, 6, 8]), x: f32s("x", &[2, 4, 8]), y: f32s("y", &[2, 4, 6]) };
+    product().check().unwrap();
+    let bad = |op: &dyn Op| assert!(op.check().is_err(), "{op:?}");
+    bad(&HeadMatMul { w: f32s("w", &[3, 6, 8]), ..product() });
+    bad(&HeadMatMul { w: f32s("w", &[4, 6, 16]).narrow(2, 0, 8).unwrap(), ..product() });
+    bad(&HeadMatMul { x: f32s("x", &[2, 4, 6]), ..product() });
+    bad(&HeadMatMul { x: i32s("x", &[2, 4, 8]), ..product() });
+    bad(&HeadMatMul { y: f32s("x", &[2, 4, 6]), x: f32s("x", &[2, 4, 8]), ..product() });
+    bad(&HeadMatMul { y: f32s("y", &[3, 4, 6]), ..product() });
+
+    let good = || LatentHeads {
+        q: f32s("q", &[2, 4, 6]),
+        out: f32s("o", &[2, 4, 6]),
+        kv: f32s("kv", &[2, 16]),
+        norm: f32s("n", &[10]),
+        positions: i32s("p", &[2]),
+        cache: tensor("c", QuantType::F16, &[5, 16]),
+        eps: 1e-6,
+        base: 1e4,
+        scale: 1.0,
+        yarn: None,
+        magnitude: 1.0,
+    };
+    good().check().unwrap();
+    LatentHeads { out: good().q, ..good() }.check().unwrap();
+    let names = |views: Vec<&TensorView>| views.iter().map(|view| view.root().name.clone()).collect::<Vec<_>>();
+    assert_eq!(names(good().writes()), ["o", "c"]);
+    assert!(names(good().reads()).contains(&"c".to_owned()), "the rest of the cache stays");
+    bad(&LatentHeads { q: f32s("q", &[2, 4, 5]), ..good() });
+    bad(&LatentHeads { norm: f32s("n", &[9]), ..good() });
+    bad(&LatentHeads { cache: tensor("c", QuantType::F16, &[5, 15]), ..good() });
+    bad(&LatentHeads { cache: tensor("c", QuantType::F16, &[1, 16]), ..good() });
+    bad(&LatentHeads { cache: tensor("c", QuantType::Q8_0, &[5, 32]), ..good() });
+    bad(&LatentHeads { out: f32s("kv", &[2, 4, 6]), ..good() });
+    bad(&LatentHeads { positions: i32s("p", &[3]), ..good() });
+    for value in [0.0, f32::NAN] {
+        bad(&LatentHeads { eps: value, ..good() });
+        bad(&LatentHeads { base: value, ..good() });
+        bad(&LatentHeads { scale: value, ..good() });
+    }
+    bad(&LatentHeads { magnitude: f32::INFINITY, ..good() });
+    let yarn = Yarn { factor: 0.5, original_context: 4096, beta_fast: 32.0, beta_slow: 1.0 };
+    bad(&LatentHeads { yarn: Some(yarn), ..good() });
 }
 
 #[test]

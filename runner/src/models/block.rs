@@ -188,7 +188,7 @@ impl Block {
         let (y, eps) = (&shared.y, shared.eps);
         let sum = |parts: Vec<Part>, weight: &TensorView, gain: f32| {
             let (h, weight) = (h.clone(), weight.clone());
-            ResidualNorm { h, parts, weight, gain, eps, normed: Vec::new() }
+            ResidualNorm { h, parts, weight: Some(weight), gain, eps, normed: Vec::new() }
         };
         self.attention.forward(step, shared, x.input(), cache)?;
         let inputs = self.branches.iter().enumerate().map(|(index, branch)| branch.input(step, shared, index));

@@ -88,6 +88,6 @@ impl LayerInput {
         hidden.times(step, &self.projection, &shared.y)?;
         let parts = vec![Part { x: shared.y.clone(), norm: None }];
         let (h, weight, eps) = (h.floats().clone(), self.post_norm.clone(), shared.eps);
-        residual::add(step, ResidualNorm { h, parts, weight, gain, eps, normed: Vec::new() }, next)
+        residual::add(step, ResidualNorm { h, parts, weight: Some(weight), gain, eps, normed: Vec::new() }, next)
     }
 }

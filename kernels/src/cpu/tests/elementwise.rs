@@ -112,7 +112,14 @@ fn codes_of_norms_and_gates_are_those_of_a_quantised_result() {
 /// One launch gives the bits of the norms and sums that it stands for.
 #[test]
 fn a_sum_onto_the_residual_and_its_norms_are_those_of_single_ops() {
-    for (parts, normed_parts, gain) in [(1, 0, 1.0), (1, 1, 0.8), (2, 2, 1.0), (2, 0, 1.5)] {
+    for (parts, normed_parts, gain, normed_sum) in [
+        (1, 0, 1.0, true),
+        (1, 1, 0.8, true),
+        (2, 2, 1.0, true),
+        (2, 0, 1.5, true),
+        (1, 0, 1.0, false),
+        (2, 1, 0.8, false),
+    ] {
         let (shape, n) = ([3, 96], 3 * 96);
         let mut memory = Memory::default();
         let mut noise = |shape: &[usize], seed| memory.floats(shape, &random(seed, shape.iter().product()));
@@ -132,7 +139,16 @@ fn a_sum_onto_the_residual_and_its_norms_are_those_of_single_ops() {
                 (false, _) => run(&Add { a: y.clone(), b: x, out: y }),
             }
         }
-        memory.run(&RmsNorm { gain, ..RmsNorm::add_to(h.clone(), y, weights[2].clone(), eps) }).unwrap();
+        let sum_weight = normed_sum.then(|| weights[2].clone());
+        match &sum_weight {
+            Some(weight) => {
+                memory.run(&RmsNorm { gain, ..RmsNorm::add_to(h.clone(), y, weight.clone(), eps) }).unwrap();
+            }
+            None => {
+                memory.run(&Add { a: h.clone(), b: y, out: h.clone() }).unwrap();
+                memory.run(&Scale { x: h.clone(), out: h.clone(), factor: gain }).unwrap();
+            }
+        }
         let mut wanted = Vec::new();
         for (weight, scale) in weights[3..].iter().zip([1.0, 0.25, 1.0]) {
             let (out, codes) = (memory.output(&shape), codes(&mut memory, &shape));
@@ -145,8 +161,8 @@ fn a_sum_onto_the_residual_and_its_norms_are_those_of_single_ops() {
         same_on_any_threads(|| {
             let mut memory = memory.borrow_mut();
             let new_h = memory.floats(&shape, &random(9, n));
-            let mut op =
-                ResidualNorm { h: new_h.clone(), parts: vec![], weight: weights[2].clone(), gain, eps, normed: vec![] };
+            let weight = sum_weight.clone();
+            let mut op = ResidualNorm { h: new_h.clone(), parts: vec![], weight, gain, eps, normed: vec![] };
             for (i, x) in xs[..parts].iter().enumerate() {
                 let norm = (i < normed_parts).then(|| weights[i].clone());
                 op.parts.push(Part { x: x.clone(), norm });

@@ -5,6 +5,7 @@ mod elementwise;
 mod experts;
 mod heads;
 mod integer;
+mod latent;
 mod matmul;
 mod rows;
 mod sample;

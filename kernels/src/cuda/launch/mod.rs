@@ -12,4 +12,4 @@ mod tests;
 
 pub(crate) use attention::{attention_scores, attention_values};
 pub(crate) use library::library_product;
-pub(crate) use product::{expert_matmul, matmul, quantize};
+pub(crate) use product::{expert_matmul, head_matmul, matmul, quantize};

@@ -4,7 +4,7 @@ use evergraph_pool::driver::{DeviceInfo, LaunchConfig};
 use smallvec::smallvec;
 
 use super::matvec::{MatVec, to_u32};
-use crate::ops::{ExpertMatMul, Launch, Launches, MatMul, Op, Quantize, TensorView};
+use crate::ops::{ExpertMatMul, HeadMatMul, Launch, Launches, MatMul, Op, Quantize, TensorView};
 use crate::quant::QuantType;
 
 /// Most tokens that the kernels for few take.
@@ -68,6 +68,20 @@ pub(crate) fn expert_matmul(op: &ExpertMatMul, device: &DeviceInfo) -> Launches 
         ("expert_matmul_tiled_q8", tiled(out, experts, true))
     } else {
         ("expert_matmul_tiled_f32", tiled(out, experts, false))
+    };
+    smallvec![Launch { kernel, config, args: op.call().args }]
+}
+
+/// `head_matmul`: as products with experts, each head with its own.
+pub(crate) fn head_matmul(op: &HeadMatMul, device: &DeviceInfo) -> Launches {
+    let (ty, heads, out, cols) = (op.w.ty(), op.w.dim(0), op.w.dim(1), op.w.dim(2));
+    let tokens = op.x.dim(0);
+    let (kernel, config) = if tokens <= FEW {
+        let kind = MatVec { ty, eights: false, tokens: 1 };
+        let slots = tokens.saturating_mul(heads);
+        (of_type!(ty, "expert_matvec_f32_"), kind.config(out, cols, slots, device.multiprocessors))
+    } else {
+        ("expert_matmul_tiled_f32", tiled(out, heads, false))
     };
     smallvec![Launch { kernel, config, args: op.call().args }]
 }
