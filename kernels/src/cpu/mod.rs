@@ -6,6 +6,7 @@
 
 #![allow(unsafe_code)]
 
+mod aligned;
 mod attention;
 mod dot;
 mod elementwise;
@@ -25,6 +26,7 @@ mod residual;
 mod rope;
 mod rows;
 mod sample;
+mod sets;
 pub mod simd;
 mod span;
 #[cfg(test)]
@@ -38,6 +40,7 @@ use evergraph_pool::driver::Fault;
 use evergraph_pool::driver::host::{HostKernel, KernelContext};
 
 pub(crate) use math::reduce;
+pub use sets::{InstructionSets, VARIABLE};
 
 use crate::KernelError;
 

@@ -243,9 +243,9 @@ fn multiply_integers(
     places: &[(usize, usize)],
     y: &Rows<f32>,
 ) {
-    let way = Way::current();
     let mut panels = PANELS.take();
     panels.fill(format, x, product.cols);
+    let way = Way::for_tokens(x.len(), panels.group());
     tiles(product, places, y, |w, tile| {
         integer::tile(way, (product.ty, format), w, product.row_bytes, &panels, &mut tile.integers, &mut tile.acc);
     });

@@ -2,6 +2,8 @@
 
 use std::sync::OnceLock;
 
+use super::sets::Limit;
+
 /// The widest instruction set that a body may use. One is chosen per process, so that results do not vary
 /// from launch to launch.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -16,17 +18,17 @@ pub enum Level {
 }
 
 impl Level {
-    /// The levels of this machine, narrowest first.
+    /// The levels that may be used here, narrowest first.
     #[must_use]
     pub fn available() -> Vec<Self> {
-        [Self::Plain, Self::Avx2, Self::Avx512].into_iter().filter(|&level| level <= Self::widest()).collect()
+        [Self::Plain, Self::Avx2, Self::Avx512].into_iter().filter(|&level| level <= Self::current()).collect()
     }
 
-    /// The level in use: the widest of this machine.
+    /// The level in use: the widest of this machine, or what [`VARIABLE`](super::VARIABLE) says.
     #[must_use]
     pub fn current() -> Self {
         static CURRENT: OnceLock<Level> = OnceLock::new();
-        *CURRENT.get_or_init(Self::widest)
+        *CURRENT.get_or_init(|| Self::widest().min(Limit::current().level()))
     }
 
     #[cfg(target_arch = "x86_64")]

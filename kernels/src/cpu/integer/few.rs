@@ -74,6 +74,7 @@ pub(in crate::cpu) fn rows(
     x: &[Token],
     y: &mut [&mut [f32]],
 ) {
+    let way = way.without_tiles();
     #[cfg(target_arch = "x86_64")]
     // SAFETY: the way is one of this machine.
     if way == Way::Vnni && unsafe { super::fused::rows(ty, w, row_bytes, x, y) } {
@@ -131,7 +132,8 @@ impl Weights<'_> {
             Way::Vnni => return unsafe { super::x86::few_vnni(self, x, y) },
             // SAFETY: as above.
             Way::Avx2 => return unsafe { super::x86::few_avx2(self, x, y) },
-            Way::Plain => {}
+            // Tiles are taken out above.
+            Way::Plain | Way::Tiles(_) => {}
         }
         let _ = way;
         for (r, y) in y.iter_mut().enumerate() {

@@ -2,11 +2,15 @@
 //! [`gemm`](crate::cpu::gemm): an element is the sum of its groups in ascending order, whatever the other tokens are.
 
 use super::Way;
+use crate::cpu::aligned::Aligned;
 use crate::cpu::gemm::{DEPTH, PANEL, TILE};
 use crate::cpu::parallel;
 use crate::cpu::span::Rows as Out;
 use crate::quant::QuantType;
 use crate::quant::codes::{self, Codes, Format, GROUP};
+
+#[cfg(target_arch = "x86_64")]
+use super::amx::{self, Tiles};
 
 /// Rows that are multiplied at a time.
 pub(super) const ROWS: usize = 4;
@@ -18,26 +22,31 @@ pub(in crate::cpu) struct Panels {
     /// Columns that share a scale in the weights: 16 or 32.
     group: usize,
     /// `[panel][col / 4][lane][col % 4]`.
-    q: Vec<i8>,
+    q: Aligned<i8>,
     /// `[panel][group][lane]`: scales.
-    d: Vec<f32>,
+    d: Aligned<f32>,
     /// `[panel][group][lane]`: sums of the codes times the format's zero, negated.
-    offsets: Vec<i32>,
+    offsets: Aligned<i32>,
     /// `[panel][group][lane]`: scales times the sums.
-    sums: Vec<f32>,
+    sums: Aligned<f32>,
 }
 
 impl Panels {
+    /// Columns that share a scale in the weights: 16 or 32.
+    pub(in crate::cpu) fn group(&self) -> usize {
+        self.group
+    }
+
     /// Takes in rows of [`Quantize`](crate::ops::Quantize).
     pub(in crate::cpu) fn fill(&mut self, format: Format, x: &[(&[i8], &[f32])], cols: usize) {
         let group = if format.wide { 2 * GROUP } else { GROUP };
         let panels = x.len().div_ceil(PANEL);
         (self.cols, self.group) = (cols, group);
         let entries = panels * PANEL * (cols / group);
-        self.q.resize(panels * PANEL * cols, 0);
-        self.d.resize(entries, 0.0);
-        self.offsets.resize(entries, 0);
-        self.sums.resize(entries, 0.0);
+        self.q.resize(panels * PANEL * cols);
+        self.d.resize(entries);
+        self.offsets.resize(entries);
+        self.sums.resize(entries);
         let zero = i32::from(format.zero);
         let entries = cols / group * PANEL;
         let (q_out, d_out) = (Out::over(&mut self.q, panels, cols * PANEL), Out::over(&mut self.d, panels, entries));
@@ -68,11 +77,29 @@ impl Panels {
 }
 
 /// Unpacked weights of a tile.
-#[derive(Default)]
 pub(in crate::cpu) struct Buffers {
-    codes: Vec<u8>,
-    scales: Vec<f32>,
-    minima: Vec<f32>,
+    codes: Aligned<u8>,
+    scales: Aligned<f32>,
+    minima: Aligned<f32>,
+    /// Sums of tiles, before they are scaled; groups whose sums are here at a time.
+    #[cfg(target_arch = "x86_64")]
+    sums: [Aligned<i32>; 2],
+    #[cfg(target_arch = "x86_64")]
+    pub(super) batch: usize,
+}
+
+impl Default for Buffers {
+    fn default() -> Self {
+        Self {
+            codes: Aligned::default(),
+            scales: Aligned::default(),
+            minima: Aligned::default(),
+            #[cfg(target_arch = "x86_64")]
+            sums: Default::default(),
+            #[cfg(target_arch = "x86_64")]
+            batch: amx::BATCH,
+        }
+    }
 }
 
 /// One tile: `acc[panel][r][lane] = w[r] . x[panel, lane]`, for at most [`TILE`] rows. `acc` has `TILE * PANEL` a panel.
@@ -87,10 +114,16 @@ pub(in crate::cpu) fn tile(
 ) {
     acc.fill(0.0);
     let rows = w.len() / row_bytes;
-    let Buffers { codes, scales, minima } = buffers;
-    codes.resize(TILE * DEPTH, 0);
-    scales.resize(TILE * DEPTH / GROUP, 0.0);
-    minima.resize(TILE * DEPTH / GROUP, 0.0);
+    buffers.codes.resize(TILE * DEPTH);
+    buffers.scales.resize(TILE * DEPTH / GROUP);
+    buffers.minima.resize(TILE * DEPTH / GROUP);
+    let (codes, scales, minima) = (&mut *buffers.codes, &mut *buffers.scales, &mut *buffers.minima);
+    #[cfg(target_arch = "x86_64")]
+    let mut tiles = match way {
+        Way::Tiles(unit) => Some(Tiles::new(unit, x.group, buffers.batch, &mut buffers.sums)),
+        _ => None,
+    };
+    let way = way.without_tiles();
     for start in (0..x.cols).step_by(DEPTH) {
         let depth = DEPTH.min(x.cols - start);
         let from = start / ty.block_size() * ty.type_bytes();
@@ -121,12 +154,28 @@ pub(in crate::cpu) fn tile(
         for (pair, acc) in acc.chunks_mut(2 * TILE * PANEL).enumerate() {
             let (acc, second) = acc.split_at_mut(TILE * PANEL);
             let jobs = (job(2 * pair), (!second.is_empty()).then(|| job(2 * pair + 1)));
+            let weights = |r: usize, rows: usize| Rows {
+                codes: &codes[r * DEPTH..(r + rows) * DEPTH],
+                scales: &scales[r * DEPTH / GROUP..(r + rows) * DEPTH / GROUP],
+                minima: &minima[r * DEPTH / GROUP..(r + rows) * DEPTH / GROUP],
+            };
+            #[cfg(target_arch = "x86_64")]
+            if let Some(tiles) = &mut tiles {
+                for r in (0..rows).step_by(amx::ROWS) {
+                    let weights = weights(r, amx::ROWS);
+                    let own = r * PANEL..(r + amx::ROWS) * PANEL;
+                    match &jobs {
+                        (first, None) => tiles.multiply(way.level(), [first], &weights, [&mut acc[own]]),
+                        (first, Some(other)) => {
+                            let acc = [&mut acc[own.clone()], &mut second[own]];
+                            tiles.multiply(way.level(), [first, other], &weights, acc);
+                        }
+                    }
+                }
+                continue;
+            }
             for r in (0..rows).step_by(ROWS) {
-                let weights = Rows {
-                    codes: &codes[r * DEPTH..(r + ROWS) * DEPTH],
-                    scales: &scales[r * DEPTH / GROUP..(r + ROWS) * DEPTH / GROUP],
-                    minima: &minima[r * DEPTH / GROUP..(r + ROWS) * DEPTH / GROUP],
-                };
+                let weights = weights(r, ROWS);
                 let own = r * PANEL..(r + ROWS) * PANEL;
                 match &jobs {
                     (first, None) => first.run(way, &weights, &mut acc[own]),
@@ -177,7 +226,8 @@ impl Job<'_> {
             Way::Vnni => return unsafe { super::x86::many_vnni([self], w, [acc]) },
             // SAFETY: as above.
             Way::Avx2 => return unsafe { super::x86::many_avx2(self, w, acc) },
-            Way::Plain => {}
+            // Tiles are taken out above.
+            Way::Plain | Way::Tiles(_) => {}
         }
         let _ = way;
         for (r, acc) in acc.as_chunks_mut::<PANEL>().0.iter_mut().enumerate() {

@@ -7,7 +7,7 @@ use crate::cpu::quantize;
 use crate::ops::{ExpertMatMul, MatMul, Quantize};
 use crate::quant::codes::Format;
 
-const TYPES: &[QuantType] = &[
+pub(in crate::cpu) const TYPES: &[QuantType] = &[
     QuantType::Q4_0,
     QuantType::Q4_1,
     QuantType::Q5_0,
@@ -25,7 +25,7 @@ const TYPES: &[QuantType] = &[
 ];
 
 /// Blocks of any bits but for the scales, which are kept between 2^-10 and 2^-6, of either sign.
-fn raw(ty: QuantType, seed: u64, blocks: usize) -> Vec<u8> {
+pub(in crate::cpu) fn raw(ty: QuantType, seed: u64, blocks: usize) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut bytes: Vec<u8> = (0..blocks * ty.type_bytes()).map(|_| (next(&mut state) >> 24) as u8).collect();
     for block in bytes.chunks_mut(ty.type_bytes()) {
@@ -170,7 +170,13 @@ fn every_type_and_shape_is_near_the_product_with_floats_and_at_that_of_the_codes
 }
 
 /// Products by one way, with few tokens and with many.
-fn by(way: Way, ty: QuantType, w: &[u8], cols: usize, x: &[(&[i8], &[f32])]) -> (Vec<Vec<f32>>, Vec<Vec<f32>>) {
+pub(in crate::cpu) fn by(
+    way: Way,
+    ty: QuantType,
+    w: &[u8],
+    cols: usize,
+    x: &[(&[i8], &[f32])],
+) -> (Vec<Vec<f32>>, Vec<Vec<f32>>) {
     let (format, row_bytes) = (Format::of(ty).unwrap(), ty.row_bytes(cols).unwrap());
     let rows = w.len() / row_bytes;
     let tokens: Vec<Token> = x.iter().map(|(q, scales)| Token::new(format, q, scales)).collect();
@@ -191,12 +197,12 @@ fn by(way: Way, ty: QuantType, w: &[u8], cols: usize, x: &[(&[i8], &[f32])]) -> 
     (few, many)
 }
 
-fn all_bits(rows: &[Vec<f32>]) -> Vec<Vec<u32>> {
+pub(in crate::cpu) fn all_bits(rows: &[Vec<f32>]) -> Vec<Vec<u32>> {
     rows.iter().map(|row| bits(row)).collect()
 }
 
 #[track_caller]
-fn every_way_agrees(ty: QuantType, w: &[u8], cols: usize, x: &[(&[i8], &[f32])]) {
+pub(in crate::cpu) fn every_way_agrees(ty: QuantType, w: &[u8], cols: usize, x: &[(&[i8], &[f32])]) {
     let plain = by(Way::Plain, ty, w, cols, x);
     for way in Way::available() {
         let (few, many) = by(way, ty, w, cols, x);

@@ -4,7 +4,7 @@ mod attention;
 mod elementwise;
 mod experts;
 mod heads;
-mod integer;
+pub(super) mod integer;
 mod latent;
 mod matmul;
 mod rows;
