@@ -260,6 +260,25 @@ fn perplexity_and_doctor_answer() {
 }
 
 #[test]
+fn doctor_says_what_is_computed_with_and_why_not_with_more() {
+    let sets = |asked: &str| {
+        let output = command(&["doctor", "--json"]).env("EVERGRAPH_CPU", asked).output().unwrap();
+        let found: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        found["devices"][0]["instruction_sets"].clone()
+    };
+    let plain = sets("plain");
+    for what in ["floats", "integers", "integers_of_many_tokens"] {
+        assert_eq!(plain[what], "plain");
+    }
+    assert_eq!(plain["amx_int8_missing"], "EVERGRAPH_CPU keeps it out");
+    let all = sets("amx_int8");
+    assert_eq!(all["amx_int8_missing"].is_null(), all["integers_of_many_tokens"] == "amx_int8", "{all}");
+    let odd = sets("mmx");
+    assert_eq!(odd["integers"], all["integers"]);
+    assert!(odd["ignored"].as_str().unwrap().contains("one of plain, avx2"), "{odd}");
+}
+
+#[test]
 fn files_that_are_no_models_are_refused() {
     let whole = std::fs::read(data("gemma3.gguf")).unwrap();
     let mut absurd_keys = whole.clone();

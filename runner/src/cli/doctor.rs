@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use evergraph_kernels::cpu::InstructionSets;
 use evergraph_pool::driver::DeviceInfo;
 use evergraph_pool::driver::cuda::{self, Survey};
 use serde_json::{Value, json};
@@ -59,6 +60,9 @@ pub(super) fn run(_flags: &Flags, out: &mut Output) -> Result<()> {
     let (threads, memory) = (threads(), memory_bytes().unwrap_or(0));
     out.line(format!("evergraph {}", env!("CARGO_PKG_VERSION")))?;
     out.line(format!("  ok       host: {threads} threads, {} of memory, VMM", format_size(memory)))?;
+    for line in processor(&InstructionSets::current()) {
+        out.line(line)?;
+    }
     for info in &survey.devices {
         let (major, minor) = info.compute_capability;
         out.line(format!(
@@ -92,9 +96,21 @@ pub(super) fn run(_flags: &Flags, out: &mut Output) -> Result<()> {
     Ok(())
 }
 
+/// What the host device computes with.
+fn processor(sets: &InstructionSets) -> Vec<String> {
+    let InstructionSets { floats, integers, integers_of_many, .. } = sets;
+    let mut lines = vec![format!(
+        "  ok       instruction sets: {floats} for floats, {integers} for integers, {integers_of_many} with many tokens"
+    )];
+    lines.extend(sets.no_amx.as_ref().map(|why| format!("           amx_int8 is not used: {why}")));
+    lines.extend(sets.complaint.as_ref().map(|complaint| format!("  ignored  {complaint}")));
+    lines
+}
+
 fn document(survey: &Survey, libraries: &[(&Library, Option<PathBuf>)]) -> Value {
     let kernels = survey.devices.iter().find_map(kernels_missing);
     let usable = survey.missing.is_none() && kernels.is_none();
+    let sets = InstructionSets::current();
     let mut devices = vec![json!({
         "backend": "host",
         "ordinal": 0,
@@ -103,6 +119,13 @@ fn document(survey: &Survey, libraries: &[(&Library, Option<PathBuf>)]) -> Value
         "vmm": true,
         "threads": threads(),
         "memory_bytes": memory_bytes(),
+        "instruction_sets": {
+            "floats": sets.floats,
+            "integers": sets.integers,
+            "integers_of_many_tokens": sets.integers_of_many,
+            "amx_int8_missing": sets.no_amx,
+            "ignored": sets.complaint,
+        },
     })];
     devices.extend(survey.devices.iter().map(|info| cuda_device(info, usable)));
     let missing = survey.missing.as_ref().map(|m| (m.to_string(), device::advice(m).to_owned())).or(kernels);
