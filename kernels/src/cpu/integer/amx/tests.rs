@@ -81,7 +81,7 @@ fn few_columns_or_tokens_are_no_case_of_their_own() {
 #[test]
 fn tiles_of_the_processor_give_the_same_bits_on_many_threads() {
     if let Some(missing) = missing() {
-        println!("skipped: no tiles here: {missing}");
+        eprintln!("skipped: no tiles here: {missing}");
         return;
     }
     let (rows, cols, tokens) = (TILE + 5, 768, 37);

@@ -40,6 +40,10 @@ struct Address {
     constant: i32,
 }
 
+/// Bytes of the longest of these instructions, and of a page.
+const MOST: usize = 10;
+const PAGE: usize = 4096;
+
 /// Registers by their numbers in instructions.
 const REGISTERS: [i32; 16] = [
     libc::REG_RAX,
@@ -139,10 +143,12 @@ extern "C" fn invalid(signal: i32, _: *mut libc::siginfo_t, context: *mut libc::
     // SAFETY: Linux gives the registers of the thread as they were.
     let registers = unsafe { &mut (*context).uc_mcontext.gregs };
     let rip = registers[libc::REG_RIP as usize] as usize;
-    // SAFETY: the instruction was fetched from there, and no function ends within 16 bytes of its page's end but by chance:
-    // the length that is decoded is no longer than what was fetched.
-    let bytes = unsafe { std::slice::from_raw_parts(rip as *const u8, 10) };
-    match decode(bytes) {
+    // What is left of its page; all of an instruction's most bytes only where it goes on in the next.
+    let bytes = |len: usize| {
+        // SAFETY: the instruction was fetched from there.
+        unsafe { std::slice::from_raw_parts(rip as *const u8, len) }
+    };
+    match decode(bytes(MOST.min(PAGE - rip % PAGE))).or_else(|| decode(bytes(MOST))) {
         Some((instruction, len)) => {
             let register = |number: usize| registers[REGISTERS[number] as usize] as usize;
             // SAFETY: the processor would touch the same bytes.
