@@ -83,3 +83,42 @@ EVG_KERNEL(router, EVG_BOUNDS(32))(const char* logits, u64 stride, const char* b
         __syncwarp();
     }
 }
+
+// The experts that a table names for each token, and their weights. One warp a token.
+EVG_KERNEL(hash_router, EVG_BOUNDS(32))(const char* logits, u64 stride, const char* table, u32 vocabulary, const char* numbers, char* ids,
+    char* weights, u32 tokens, u32 experts, u32 used, u32 scoring, u32 norm, float scale) {
+    evg_begin();
+    const u32 lane = lane_id();
+    for (u32 t = blockIdx.x; t < tokens; t += gridDim.x) {
+        const float* row = at<float>(logits, t * stride);
+        const u32 number = u32(at<int>(numbers, 0)[t]);
+        if (number >= vocabulary) evg_fault("token number out of range");
+        const int* chosen = at<int>(table, u64(number) * used * 4);
+        float factor = 1.0f, top = 0.0f;
+        if (scoring == 0) {
+            top = -infinity();
+            for (u32 i = lane; i < experts; i += 32) top = fmaxf(top, row[i]);
+            top = warp_max(top);
+            float all = 0.0f;
+            for (u32 i = lane; i < experts; i += 32) all += expf(row[i] - top);
+            factor = warp_sum(all);
+        }
+        float* to = at<float>(weights, u64(t) * used * 4);
+        float sum = 0.0f;
+        for (u32 first = 0; first < used; first += 32) {
+            const u32 k = first + lane;
+            float value = 0.0f;
+            if (k < used) {
+                const u32 expert = u32(chosen[k]);
+                if (expert >= experts) evg_fault("expert id out of range");
+                value = scoring == 0 ? expf(row[expert] - top) / factor : score(row[expert], scoring);
+                at<int>(ids, u64(t) * used * 4)[k] = int(expert);
+                to[k] = value;
+            }
+            sum += warp_sum(value);
+        }
+        const float times = norm == 1 ? scale / fmaxf(sum, 1.17549435e-38f) : scale;
+        __syncwarp();
+        for (u32 k = lane; k < used; k += 32) to[k] *= times;
+    }
+}

@@ -6,6 +6,7 @@
 
 mod attention;
 mod compare;
+mod compressed;
 mod elementwise;
 mod heads;
 mod moe;
@@ -240,6 +241,7 @@ pub fn cases() -> Vec<Case> {
         sample::cases,
         products::cases,
         streams::cases,
+        compressed::cases,
     ];
     tables.into_iter().flat_map(|cases| cases()).collect()
 }

@@ -8,6 +8,7 @@
 
 mod aligned;
 mod attention;
+mod compressed;
 mod dot;
 mod elementwise;
 mod fp8;
@@ -77,6 +78,16 @@ pub(crate) static KERNELS: &[HostKernel] = &[
     ),
     kernel("attention_scores", &[P, S, S, P, S, S, D, P, P, S, S, D, D, D, D, D, D, D, F, F], unfused::scores),
     kernel("attention_values", &[P, S, S, P, S, S, D, P, P, S, S, D, D, D, D, D, D, D], unfused::values),
+    kernel(
+        "compress_keys",
+        &[P, S, D, P, P, P, P, D, D, S, D, D, D, D, F, D, F, F, D, F, F],
+        compressed::compress_keys,
+    ),
+    kernel(
+        "compressed_attention",
+        &[P, S, S, P, D, D, S, P, D, S, P, D, S, P, P, P, S, S, D, D, D, D, D, D, D, F],
+        compressed::attention,
+    ),
     kernel("copy", &[P, D, S, S, P, D, S, S, D, D, D], rows::copy),
     kernel("expert_matmul", &[P, D, D, D, D, P, D, D, P, S, S, P, S, S, P, S, S], product::expert_matmul),
     kernel("expert_sum", &[P, S, S, P, P, P, D, P, S, P, S, D, D, D], moe::expert_sum),
@@ -85,12 +96,15 @@ pub(crate) static KERNELS: &[HostKernel] = &[
     kernel("gather_experts", &[P, D, S, P, D, P], moe::gather_experts),
     kernel("get_rows", &[P, D, D, D, S, P, P, D, S, F], rows::get_rows),
     kernel("glu", &[P, S, S, P, S, S, P, S, S, D, D, D, D, F, P, S, S, P, S, S], elementwise::glu),
+    kernel("hash_router", &[P, S, P, D, P, P, P, D, D, D, D, D, F], moe::hash_router),
     kernel("hc_expand", &[P, S, P, S, S, P, S, P, P, S, S, D, D, D], hyper::expand),
     kernel("hc_split_sinkhorn", &[P, S, P, P, P, S, P, S, P, D, D, D, F], hyper::split_sinkhorn),
     kernel("hc_weighted_sum", &[P, S, S, P, S, P, S, D, D, D], hyper::weighted_sum),
     kernel("head_matmul", &[P, D, D, D, D, P, D, D, P, S, S, P, S, S, P, S, S], product::expert_matmul),
     kernel("host_ask", &[P, P], turn::ask),
     kernel("host_wait", &[P, P], turn::wait),
+    kernel("index_scores", &[P, S, S, P, S, P, D, S, P, P, S, D, D, D, D, D, F], compressed::index_scores),
+    kernel("index_top", &[P, S, P, P, S, D, D, D, D], compressed::index_top),
     kernel("kv_store", &[P, S, S, P, P, D, D, S, S, D, D, D, D], rows::kv_store),
     kernel(
         "latent_heads",

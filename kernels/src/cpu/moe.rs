@@ -44,6 +44,38 @@ pub(super) fn router(ctx: &KernelContext<'_>) -> Result<(), Fault> {
     Ok(())
 }
 
+/// `hash_router`.
+pub(super) fn hash_router(ctx: &KernelContext<'_>) -> Result<(), Fault> {
+    let mut a = Reader::new(ctx);
+    let (logits, stride, table, vocabulary) = (a.ptr()?, a.stride()?, a.ptr()?, a.dim()?);
+    let (numbers, ids, weights) = (a.ptr()?, a.ptr()?, a.ptr()?);
+    let (tokens, experts, used, scoring) = (a.dim()?, a.dim()?, a.dim()?, a.dim()?);
+    let (norm, scale) = (a.dim()? == 1, a.float()?);
+    let logits = Rows::<f32>::read(ctx, logits, tokens, experts, stride)?;
+    let rows = Rows::<i32>::read(ctx, table, vocabulary, used, used * 4)?;
+    let ids = Rows::<i32>::write(ctx, ids, tokens, used, used * 4)?;
+    let weights = Rows::<f32>::write(ctx, weights, tokens, used, used * 4)?;
+    for (t, number) in load::<i32>(ctx, numbers, tokens)?.into_iter().enumerate() {
+        let number = usize::try_from(number).ok().filter(|&number| number < vocabulary);
+        let number = number.ok_or_else(|| ctx.fault(table, 0, false, "token number out of range"))?;
+        // SAFETY: one task does all; the op checked that outputs and inputs are apart.
+        let (logits, chosen) = unsafe { (logits.row(t, 0), rows.row(number, 0)) };
+        // SAFETY: as above.
+        let (ids, weights) = unsafe { (ids.row_mut(t, 0), weights.row_mut(t, 0)) };
+        let scores = scores(logits, scoring);
+        let mut sum = 0.0;
+        for ((id, weight), &expert) in ids.iter_mut().zip(weights.iter_mut()).zip(chosen) {
+            let score = usize::try_from(expert).ok().and_then(|expert| scores.get(expert));
+            *weight = *score.ok_or_else(|| ctx.fault(table, 4, false, "expert id out of range"))?;
+            *id = expert;
+            sum += *weight;
+        }
+        let factor = if norm { scale / f32::max(sum, f32::MIN_POSITIVE) } else { scale };
+        weights.iter_mut().for_each(|w| *w *= factor);
+    }
+    Ok(())
+}
+
 fn scores(logits: &[f32], scoring: usize) -> Vec<f32> {
     match scoring {
         0 => {

@@ -23,11 +23,12 @@ macro_rules! headers {
 
 /// Every source: one op a file, or a part of its kernels where there are many.
 pub const SOURCES: &[Source] = sources![
-    "add" "advance" "argmax" "attention" "attention_heads" "attention_scores" "attention_values" "copy" "expert_matmul"
-    "expert_matvec_f32" "expert_matvec_q8" "expert_sum" "fill" "fp8_kv_quantize" "gather_experts" "get_rows" "glu"
-    "hc_expand" "hc_split_sinkhorn" "hc_weighted_sum" "host_turn" "kv_store" "latent_heads" "matmul" "matvec_f32_t1" "matvec_f32_t4"
-    "matvec_q8_t1" "matvec_q8_t8" "mul" "probe" "quantize" "residual_norm" "rms_norm" "rope" "rope_tail" "router" "sample"
-    "scale" "soft_max" "softcap"
+    "add" "advance" "argmax" "attention" "attention_heads" "attention_scores" "attention_values" "compress_keys"
+    "compressed_attention" "copy" "expert_matmul" "expert_matvec_f32" "expert_matvec_q8" "expert_sum" "fill"
+    "fp8_kv_quantize" "gather_experts" "get_rows" "glu" "hc_expand" "hc_split_sinkhorn" "hc_weighted_sum" "host_turn"
+    "index_scores" "index_top" "kv_store" "latent_heads" "matmul" "matvec_f32_t1" "matvec_f32_t4" "matvec_q8_t1"
+    "matvec_q8_t8" "mul" "probe" "quantize" "residual_norm" "rms_norm" "rope" "rope_tail" "router" "sample" "scale"
+    "soft_max" "softcap"
 ];
 
 /// Every header that they may include, by the name under which they do. Nothing else can be included.

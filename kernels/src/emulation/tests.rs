@@ -144,3 +144,8 @@ fn samples_are_those_of_the_host_device() {
 fn residual_streams_and_tails_of_heads_agree_with_the_host_device() {
     run(&["rope_tail", "hc_split_sinkhorn", "hc_weighted_sum", "hc_expand", "fp8_kv_quantize"]);
 }
+
+#[test]
+fn compressed_keys_and_attention_over_them_agree_with_the_host_device() {
+    run(&["compress_keys", "index_scores", "index_top", "compressed_attention", "hash_router"]);
+}

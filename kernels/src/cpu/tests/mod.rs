@@ -1,6 +1,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod attention;
+mod compressed;
 mod elementwise;
 mod experts;
 mod heads;
