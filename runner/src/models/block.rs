@@ -3,9 +3,9 @@
 use evergraph_kernels::ops::{Part, ResidualNorm, RmsNorm, TensorView};
 
 use super::attention::{AttentionPart, KeyValue, Scores};
-use super::experts::{AskedExperts, Fetched, RouterScratch};
-use super::feed_forward::{Branch, BranchInput};
-use super::input::{Place, is_on_host};
+use super::experts::{Fetched, RouterScratch};
+use super::feed_forward::{self, Branch, BranchInput};
+use super::input::Place;
 use super::kv::LayerCache;
 use super::layer_input::LayerInput;
 use super::residual::{self, Wanted};
@@ -65,6 +65,41 @@ pub(super) struct Shared {
     pub(super) fetched: Option<Fetched>,
 }
 
+/// Parts of some blocks, and the room that a token's attention takes in them.
+#[derive(Debug)]
+pub(super) struct Parts<'a> {
+    /// The feed-forward parts of each block.
+    pub(super) branches: Vec<&'a [Branch]>,
+    /// The weights of all products.
+    pub(super) products: Vec<&'a TensorView>,
+    /// Most elements of queries, keys, values and what attention makes of them.
+    pub(super) attention: [usize; 4],
+    /// Most elements of a block's own input.
+    pub(super) input: usize,
+}
+
+fn most(list: impl Iterator<Item = usize>) -> usize {
+    list.max().unwrap_or(1).max(1)
+}
+
+impl<'a> Parts<'a> {
+    fn of(blocks: &[&'a Block]) -> Self {
+        let attentions = || blocks.iter().map(|block| &block.attention);
+        let own = || attentions().filter(|part| matches!(part.kv, KeyValue::Own(_)));
+        Self {
+            branches: blocks.iter().map(|block| block.branches.as_slice()).collect(),
+            products: blocks.iter().flat_map(|block| block.products()).collect(),
+            attention: [
+                most(attentions().map(|part| part.heads * part.key_dim)),
+                most(own().map(|part| part.kv_heads * part.key_dim)),
+                most(own().map(|part| part.kv_heads * part.value_dim)),
+                most(attentions().map(|part| part.heads * part.value_dim)),
+            ],
+            input: most(blocks.iter().filter_map(|block| block.input.as_ref()).map(|input| input.gate.dim(0))),
+        }
+    }
+}
+
 impl Shared {
     /// Room for any of the blocks, which are where the step's ops at hand run, with tokens at these positions.
     pub(super) fn new(
@@ -74,11 +109,19 @@ impl Shared {
         width: usize,
         eps: f32,
     ) -> Result<Self> {
+        Self::of(step, &Parts::of(blocks), positions, width, eps)
+    }
+
+    /// The same for blocks that are given by their parts.
+    pub(super) fn of(
+        step: &mut Step<'_>,
+        parts: &Parts<'_>,
+        positions: &TensorView,
+        width: usize,
+        eps: f32,
+    ) -> Result<Self> {
         let tokens = positions.dim(0);
-        fn most<'a, T: 'a>(list: impl Iterator<Item = &'a T>, of: impl Fn(&T) -> usize) -> usize {
-            list.map(of).max().unwrap_or(1).max(1)
-        }
-        let branches = || blocks.iter().flat_map(|block| &block.branches).map(|branch| &branch.part);
+        let branches = || parts.branches.iter().copied().flatten().map(|branch| &branch.part);
         let coming = || branches().filter_map(|part| part.experts()).filter(|experts| experts.are_on_host());
         let lane = step.lane(tokens).filter(|_| coming().next().is_some());
         let streamed = match lane {
@@ -93,18 +136,14 @@ impl Shared {
             _ => Fetched::new(step, reached(), share, width)?,
         };
         let elsewhere = !step.is_on_host() && streamed.is_none();
-        let attentions = || blocks.iter().map(|block| &block.attention);
-        let own = || attentions().filter(|part| matches!(part.kv, KeyValue::Own(_)));
         // A part that the host does beside the device has its room there.
-        let parts = || branches().filter(|part| !(elsewhere && part.is_on_host()));
-        let inputs = || blocks.iter().filter_map(|block| block.input.as_ref());
-        let attended = most(attentions(), |part| part.heads * part.value_dim);
-        let input = most(inputs(), |input| input.gate.dim(0));
-        let hidden = most(parts(), |part| part.hidden()).max(input);
-        let most_branches = blocks.iter().map(|block| block.branches.len()).max().unwrap_or(0);
+        let here = || branches().filter(|part| !(elsewhere && part.is_on_host()));
+        let [q, k, v, attended] = parts.attention;
+        let hidden = most(here().map(|part| part.hidden())).max(parts.input);
+        let most_branches = parts.branches.iter().map(|branches| branches.len()).max().unwrap_or(0);
         let widest = width.max(attended).max(hidden);
         let mut place = || {
-            let weights = blocks.iter().flat_map(|block| block.products());
+            let weights = parts.products.iter().copied();
             Place::new(step, [tokens, width], tokens.saturating_mul(widest), weights)
         };
         let first = place()?;
@@ -114,12 +153,12 @@ impl Shared {
             eps,
             y: step.floats("block output", &[tokens, width])?,
             branch: if most_branches > 1 { Some(step.floats("branch output", &[tokens, width])?) } else { None },
-            q: step.floats("q", &[tokens, most(attentions(), |part| part.heads * part.key_dim)])?,
-            k: step.floats("k", &[tokens, most(own(), |part| part.kv_heads * part.key_dim)])?,
-            v: step.floats("v", &[tokens, most(own(), |part| part.kv_heads * part.value_dim)])?,
+            q: step.floats("q", &[tokens, q])?,
+            k: step.floats("k", &[tokens, k])?,
+            v: step.floats("v", &[tokens, v])?,
             a: step.floats("attention", &[tokens, attended])?,
             gate: step.floats("ffn gate", &[tokens, hidden])?,
-            up: step.floats("ffn up", &[tokens, most(parts(), |part| part.up())])?,
+            up: step.floats("ffn up", &[tokens, most(here().map(|part| part.up()))])?,
             router: RouterScratch::new(
                 step,
                 branches().filter_map(|part| part.experts()),
@@ -155,17 +194,6 @@ impl Block {
         self.attention.products().chain(branches).chain(self.input.iter().flat_map(LayerInput::products))
     }
 
-    /// Asks the host for its branch before the others are begun, so that it runs beside them; none where it has none, or more
-    /// than that to do here.
-    fn ask_host(&self, step: &mut Step<'_>, shared: &Shared, h: &TensorView) -> Result<Option<(usize, AskedExperts)>> {
-        let on_host = |branch: &Branch| branch.part.products().any(is_on_host);
-        let mut there = self.branches.iter().enumerate().filter(|(_, branch)| on_host(branch));
-        match (there.next(), there.next()) {
-            (Some((index, branch)), None) => Ok(branch.ask_host(step, shared, h, index)?.map(|asked| (index, asked))),
-            _ => Ok(None),
-        }
-    }
-
     /// The norm of the residual stream that the block reads, yet to be written.
     pub(super) fn wanted(&self, shared: &Shared) -> Result<Wanted> {
         let input = shared.place(0).normed(self.attention.projections(), false)?;
@@ -191,25 +219,11 @@ impl Block {
             ResidualNorm { h, parts, weight: Some(weight), gain, eps, normed: Vec::new() }
         };
         self.attention.forward(step, shared, x.input(), cache)?;
-        let inputs = self.branches.iter().enumerate().map(|(index, branch)| branch.input(step, shared, index));
-        let inputs = inputs.collect::<Result<Vec<_>>>()?;
+        let inputs = feed_forward::inputs(&self.branches, step, shared)?;
         let wanted = inputs.iter().flatten().flat_map(BranchInput::wanted);
         residual::add(step, sum(vec![Part { x: y.clone(), norm: None }], &self.post_attn_norm, 1.0), wanted)?;
 
-        let mut asked = self.ask_host(step, shared, h)?;
-        let mut parts: Vec<Part> = Vec::new();
-        for (index, (branch, input)) in self.branches.iter().zip(&inputs).enumerate() {
-            let asked = asked.take_if(|(of, _)| *of == index).map(|(_, asked)| asked);
-            let out = shared.branch.as_ref().filter(|_| index > 0).unwrap_or(y);
-            let x = branch.forward(step, shared, [h, out], index, input.as_ref(), asked)?;
-            let of_host = x != *out;
-            parts.push(Part { x, norm: branch.post_norm.clone() });
-            // There is room for two; what the host made is to be read before it is asked again.
-            if index + 1 < self.branches.len() && (parts.len() == 2 || of_host) {
-                residual::fold(step, &parts, y, eps)?;
-                parts = vec![Part { x: y.clone(), norm: None }];
-            }
-        }
+        let parts = feed_forward::forward(&self.branches, step, shared, h, &inputs)?;
         match self.input.as_ref().zip(input) {
             Some((part, input)) => {
                 residual::fold(step, &parts, y, eps)?;

@@ -1,11 +1,11 @@
 //! Feed-forward parts: branches of a block, dense or with experts.
 
-use evergraph_kernels::ops::{Activation, Add, Glu, TensorView};
+use evergraph_kernels::ops::{Activation, Add, Glu, Part, TensorView};
 
 use super::block::{Shared, fitted};
 use super::experts::{AskedExperts, Experts};
-use super::input::{Input, Room};
-use super::residual::Wanted;
+use super::input::{Input, Room, is_on_host};
+use super::residual::{self, Wanted};
 use super::weights::Weights;
 use crate::engine::Step;
 use crate::error::Result;
@@ -137,6 +137,53 @@ impl Branch {
         }
         Ok(out.clone())
     }
+}
+
+/// The inputs of branches that stand side by side, yet to be written.
+pub(super) fn inputs(branches: &[Branch], step: &Step<'_>, shared: &Shared) -> Result<Vec<Option<BranchInput>>> {
+    branches.iter().enumerate().map(|(index, branch)| branch.input(step, shared, index)).collect()
+}
+
+/// Asks the host for its branch before the others are begun, so that it runs beside them; none where it has none, or more
+/// than that to do here.
+fn ask_host(
+    branches: &[Branch],
+    step: &mut Step<'_>,
+    shared: &Shared,
+    h: &TensorView,
+) -> Result<Option<(usize, AskedExperts)>> {
+    let on_host = |branch: &Branch| branch.part.products().any(is_on_host);
+    let mut there = branches.iter().enumerate().filter(|(_, branch)| on_host(branch));
+    match (there.next(), there.next()) {
+        (Some((index, branch)), None) => Ok(branch.ask_host(step, shared, h, index)?.map(|asked| (index, asked))),
+        _ => Ok(None),
+    }
+}
+
+/// What branches that stand side by side add for `h` (`[T, D]`), as one or two parts; `inputs` have been written.
+pub(super) fn forward(
+    branches: &[Branch],
+    step: &mut Step<'_>,
+    shared: &Shared,
+    h: &TensorView,
+    inputs: &[Option<BranchInput>],
+) -> Result<Vec<Part>> {
+    let (y, eps) = (&shared.y, shared.eps);
+    let mut asked = ask_host(branches, step, shared, h)?;
+    let mut parts: Vec<Part> = Vec::new();
+    for (index, (branch, input)) in branches.iter().zip(inputs).enumerate() {
+        let asked = asked.take_if(|(of, _)| *of == index).map(|(_, asked)| asked);
+        let out = shared.branch.as_ref().filter(|_| index > 0).unwrap_or(y);
+        let x = branch.forward(step, shared, [h, out], index, input.as_ref(), asked)?;
+        let of_host = x != *out;
+        parts.push(Part { x, norm: branch.post_norm.clone() });
+        // There is room for two; what the host made is to be read before it is asked again.
+        if index + 1 < branches.len() && (parts.len() == 2 || of_host) {
+            residual::fold(step, &parts, y, eps)?;
+            parts = vec![Part { x: y.clone(), norm: None }];
+        }
+    }
+    Ok(parts)
 }
 
 impl FeedForward {
