@@ -59,8 +59,8 @@ fn a_key_is_made_where_a_window_ends_however_tokens_come() {
             };
             for first in (0..tokens).step_by(batch) {
                 let count = batch.min(tokens - first);
-                for token in first..first + count {
-                    write(&ring.index(token % capacity).unwrap(), &rows[token]);
+                for (token, row) in rows.iter().enumerate().skip(first).take(count) {
+                    write(&ring.index(token % capacity).unwrap(), row);
                 }
                 let positions: Vec<i32> = (first..first + count).map(|p| p as i32).collect();
                 let positions = memory.ints(&[count], &positions);
