@@ -59,6 +59,8 @@ pub(super) struct Shared {
     others: Vec<Place>,
     /// For attention's scores, where they are written out.
     pub(super) scores: Option<Scores>,
+    /// The tokens' numbers (`[T]`), where experts go by them.
+    pub(super) tokens: Option<TensorView>,
     /// Where experts of the host come to, if they come.
     pub(super) streamed: Option<Streamed>,
     /// Where experts of the host are fetched to for a single token, if the device has a share in them.
@@ -168,6 +170,7 @@ impl Shared {
             first,
             others,
             scores: None,
+            tokens: None,
             streamed,
             fetched,
         })

@@ -1,6 +1,8 @@
 //! Experts and their router: on the device, on the host, or fetched from there.
 
-use evergraph_kernels::ops::{Activation, ExpertSum, GatherExperts, Glu, RmsNorm, Router, Scoring, TensorView};
+use evergraph_kernels::ops::{
+    Activation, ExpertSum, GatherExperts, Glu, HashRouter, RmsNorm, Router, Scoring, TensorView,
+};
 use evergraph_kernels::quant::QuantType;
 
 use super::block::{Shared, fitted};
@@ -32,6 +34,57 @@ pub struct Experts {
     pub used: usize,
     /// The function on the gate.
     pub activation: Activation,
+    /// What gate and up are cut at before that.
+    pub limit: Option<f32>,
+    /// How they are chosen and weighed.
+    pub choice: Choice,
+}
+
+/// How experts are chosen for a token, and what weights their outputs get.
+#[derive(Clone, Debug)]
+pub struct Choice {
+    /// From the router's logits to scores.
+    pub scoring: Scoring,
+    /// `[E]`: added to the scores for the choice only.
+    pub bias: Option<TensorView>,
+    /// (groups, groups used).
+    pub groups: Option<(u32, u32)>,
+    /// Whether weights are divided by their sum.
+    pub norm: bool,
+    /// Factor of the weights.
+    pub scale: f32,
+    /// `[V, K]` I32: the experts of each token of the vocabulary, where scores have no say in that.
+    pub table: Option<TensorView>,
+}
+
+impl Choice {
+    /// The best by softmax, whose weights sum up to one.
+    #[must_use]
+    pub fn softmax() -> Self {
+        Self { scoring: Scoring::Softmax, bias: None, groups: None, norm: true, scale: 1.0, table: None }
+    }
+
+    /// Appends the choice: which experts for each token, and with what weight.
+    fn push(
+        &self,
+        step: &mut Step<'_>,
+        shared: &Shared,
+        logits: TensorView,
+        [ids, weights]: [&TensorView; 2],
+    ) -> Result<()> {
+        let (ids, weights) = (ids.clone(), weights.clone());
+        let &Self { scoring, groups, norm, scale, .. } = self;
+        match (&self.table, &shared.tokens) {
+            (Some(table), Some(tokens)) => {
+                let (table, tokens) = (table.clone(), tokens.clone());
+                step.push(HashRouter { logits, table, tokens, ids, weights, scoring, norm, scale })
+            }
+            (Some(_), None) => Err(Error::CheckFailed("experts by the token's number, without tokens".to_owned())),
+            (None, _) => {
+                step.push(Router { logits, bias: self.bias.clone(), ids, weights, scoring, groups, norm, scale })
+            }
+        }
+    }
 }
 
 /// Experts of the host as the device reads them: over the bus.
@@ -243,7 +296,7 @@ impl Experts {
         let fit = |buffer: &TensorView, cols: usize| fitted(buffer, out.dim(0), cols);
         let (ids, weights) = (fit(ids, self.used)?, fit(weights, self.used)?);
         let logits = self.logits(step, scratch, input.router.as_ref().unwrap_or(&input.x).input().floats())?;
-        step.push(choose(logits, &ids, &weights))?;
+        self.choice.push(step, shared, logits, [&ids, &weights])?;
         let room = ExpertRoom {
             gate: fit(&shared.gate, self.used * self.hidden())?,
             up: fit(&shared.up, self.up())?,
@@ -274,7 +327,7 @@ impl Experts {
         let logits = self.logits(step, scratch, normed)?;
         let ids = step.crossing("expert ids on the host", QuantType::I32, &[tokens, used])?;
         let weights = step.crossing("expert weights on the host", QuantType::F32, &[tokens, used])?;
-        step.push(choose(logits, &ids.device, &weights.device))?;
+        self.choice.push(step, shared, logits, [&ids.device, &weights.device])?;
         let CrossingInput { written, read: x } = Input::crossing(step, normed, self.gate_up.weights())?;
         self.write_input(step, &written, &norm, normed)?;
         let sum = step.crossing("sum of experts of the host", QuantType::F32, &[tokens, width])?;
@@ -415,6 +468,7 @@ impl Experts {
                 Glu::new(half(0)?, half(hidden)?, gate_out.clone(), self.activation)
             }
         };
+        let glu = Glu { limit: self.limit, ..glu };
         let y = room.y.heads(used)?;
         let down = match products.streamed {
             Some(streamed) => streamed.coming(2)?,
@@ -438,18 +492,4 @@ struct Products<'a> {
 struct Sums {
     weights: TensorView,
     scale: Option<(TensorView, TensorView)>,
-}
-
-/// Which experts for each token, and with what weight.
-fn choose(logits: TensorView, ids: &TensorView, weights: &TensorView) -> Router {
-    Router {
-        logits,
-        bias: None,
-        ids: ids.clone(),
-        weights: weights.clone(),
-        scoring: Scoring::Softmax,
-        groups: None,
-        norm: true,
-        scale: 1.0,
-    }
 }

@@ -42,6 +42,8 @@ pub struct Dense {
     pub down: TensorView,
     /// The function on the gate.
     pub activation: Activation,
+    /// What gate and up are cut at before that.
+    pub limit: Option<f32>,
 }
 
 /// What a branch reads: norms of the residual stream.
@@ -239,6 +241,7 @@ impl Dense {
             up: weights.get(&name("ffn_up"), &[hidden, width])?,
             down: weights.get(&name("ffn_down"), &[width, hidden])?,
             activation,
+            limit: None,
         })
     }
 
@@ -255,7 +258,7 @@ impl Dense {
         let up = fitted(&shared.up, tokens, hidden)?;
         x.times(step, &self.gate, &gate)?;
         x.times(step, &self.up, &up)?;
-        let glu = Glu::new(gate.clone(), up, gate.clone(), self.activation);
+        let glu = Glu { limit: self.limit, ..Glu::new(gate.clone(), up, gate.clone(), self.activation) };
         Input::unwritten(room, &gate, [&self.down], false)?.glu(step, glu)?.times(step, &self.down, out)
     }
 }

@@ -11,7 +11,7 @@ use evergraph_kernels::ops::{Activation, TensorView};
 use super::attention::{AttentionPart, KeyValue, OwnKeyValue, Rotation};
 use super::block::Block;
 use super::decoder::Decoder;
-use super::experts::{Experts, GateUp};
+use super::experts::{Choice, Experts, GateUp};
 use super::feed_forward::{Branch, Dense, FeedForward};
 use super::keys::{self, Keys};
 use super::weights::{Weights, missing};
@@ -182,5 +182,7 @@ fn feed_forward(weights: &Weights, shape: &Shape, name: &dyn Fn(&str) -> String)
         on_bus: None,
         used,
         activation,
+        limit: None,
+        choice: Choice::softmax(),
     })))
 }

@@ -12,7 +12,7 @@ use evergraph_kernels::ops::{Activation, TensorView};
 use super::attention::{AttentionPart, KeyValue, OwnKeyValue, Rotation};
 use super::block::Block;
 use super::decoder::Decoder;
-use super::experts::{Experts, GateUp, OnBus};
+use super::experts::{Choice, Experts, GateUp, OnBus};
 use super::feed_forward::{Branch, Dense, FeedForward};
 use super::input::is_on_host;
 use super::keys::{self, Keys};
@@ -307,6 +307,8 @@ fn branches(weights: &Weights, shape: &Shape, index: usize, layer: &Layer) -> Re
         on_bus,
         used,
         activation,
+        limit: None,
+        choice: Choice::softmax(),
     };
     let beside = Branch {
         norm: norm("pre_ffw_norm_2")?,

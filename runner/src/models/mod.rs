@@ -22,7 +22,7 @@ use std::sync::Arc;
 pub use attention::{AttentionPart, KeyValue, OwnKeyValue, Rotation};
 pub use block::Block;
 pub use decoder::{Decoder, Taps};
-pub use experts::{Experts, GateUp, OnBus};
+pub use experts::{Choice, Experts, GateUp, OnBus};
 pub use feed_forward::{Branch, Dense, FeedForward};
 pub(crate) use kv::Rings;
 pub use kv::{KvCache, LayerCache};

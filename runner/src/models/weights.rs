@@ -245,20 +245,35 @@ impl Weights {
         self.find_on(self.home(name), name, shape)
     }
 
+    /// A table of whole numbers (I32) of this shape.
+    ///
+    /// # Errors
+    /// [`Error::Tensor`] if it is missing, or something else.
+    pub fn numbers(&self, name: &str, shape: &[usize]) -> Result<TensorView> {
+        let view = self.place_on(self.home(name), name, shape)?.ok_or_else(|| missing(name))?;
+        if view.ty() == QuantType::I32 { Ok(view) } else { Err(Error::tensor(name, "type I32", view.ty())) }
+    }
+
     fn find_on(&self, home: Home, name: &str, shape: &[usize]) -> Result<Option<TensorView>> {
+        let Some(view) = self.place_on(home, name, shape)? else { return Ok(None) };
+        if view.ty().supported() {
+            return Ok(Some(view));
+        }
+        Err(Error::Unsupported {
+            what: "this tensor type",
+            found: format!("{} in {name}", view.ty()),
+            advice: "another quantisation of the model (Q4_K_M, Q8_0, F16 …)".to_owned(),
+        })
+    }
+
+    /// A tensor of this shape and any type, read on this side.
+    fn place_on(&self, home: Home, name: &str, shape: &[usize]) -> Result<Option<TensorView>> {
         let Some(tensor) = self.file.tensor(name) else { return Ok(None) };
         let found: Vec<u64> = tensor.shape();
         if found.len() != shape.len() || found.iter().zip(shape).any(|(&found, &wanted)| found != wanted as u64) {
             return Err(Error::tensor(name, format!("shape {shape:?}"), format!("{found:?}")));
         }
         let ty = tensor.quant_type();
-        if !ty.supported() {
-            return Err(Error::Unsupported {
-                what: "this tensor type",
-                found: format!("{ty} in {name}"),
-                advice: "another quantisation of the model (Q4_K_M, Q8_0, F16 …)".to_owned(),
-            });
-        }
         let (ptr, allocation, device) = match home {
             Home::Device => self.place(tensor)?,
             Home::Host => (DevicePtr(address(self.file.data(tensor))), 0, HOST),
