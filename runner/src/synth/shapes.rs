@@ -218,7 +218,8 @@ impl Model {
         // likeliest next one; the last norm makes up for it.
         list.embedding("token_embd", &[self.width, VOCABULARY], 0.25);
         list.all("output_norm.weight", &[self.width], 4.0);
-        if gemma4 {
+        // For global layers only: a cut that has none must not have what no layer uses.
+        if gemma4 && (0..layers).any(|layer| !self.is_local(layer)) {
             let (pairs, turned) = (self.global_head / 2, self.global_head / 8);
             list.push("rope_freqs.weight", QuantType::F32, &[pairs], Values::RopeFactors { turned });
         }

@@ -23,9 +23,9 @@ pub(super) unsafe fn rows(ty: QuantType, w: &[u8], row_bytes: usize, x: &[Token]
                 // SAFETY: by the caller.
                 let done = unsafe {
                     match x.len() {
-                        4.. => run::<$format, 4>(w, row_bytes, x, y),
-                        2.. => run::<$format, 2>(w, row_bytes, x, y),
-                        _ => run::<$format, 1>(w, row_bytes, x, y),
+                        4.. => run::<$format, 4, 1>(w, row_bytes, x, y),
+                        2.. => run::<$format, 2, 2>(w, row_bytes, x, y),
+                        _ => run::<$format, 1, 4>(w, row_bytes, x, y),
                     }
                 };
                 (x, y) = (&x[done..], &mut y[done..]);
@@ -128,68 +128,105 @@ unsafe fn unpack_rows<B: Blocks>(w: &[u8], row_bytes: usize, from: usize, bytes:
     true
 }
 
-/// The first `T` tokens; returns `T`.
+/// The first `T` tokens; returns `T`. Goes through `S` parts of the rows side by side: one core has more reads under way in several
+/// streams than in one, and is done with 4-bit rows sooner than memory is (one thread of a 3 GHz Xeon read 14.8 GB/s in one stream, 17.3 in four).
 ///
 /// # Safety
 /// The features are there.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,f16c")]
-unsafe fn run<B: Blocks, const T: usize>(w: &[u8], row_bytes: usize, x: &[Token], y: &mut [&mut [f32]]) -> usize {
-    let blocks = B::CHUNK / B::COLUMNS;
-    let (chunks, rest) = (row_bytes / B::BYTES / blocks, row_bytes % (B::BYTES * blocks));
+unsafe fn run<B: Blocks, const T: usize, const S: usize>(
+    w: &[u8],
+    row_bytes: usize,
+    x: &[Token],
+    y: &mut [&mut [f32]],
+) -> usize {
+    let chunk_bytes = B::CHUNK / B::COLUMNS * B::BYTES;
+    let (chunks, rest) = (row_bytes / chunk_bytes, row_bytes % chunk_bytes);
     let cols = (chunks * B::CHUNK + rest / B::BYTES * B::COLUMNS).next_multiple_of(STEP);
     assert!(row_bytes.is_multiple_of(B::BYTES) && x.len() >= T && y.len() >= T);
+    let count = w.len() / row_bytes;
     for (x, y) in x.iter().zip(y.iter()).take(T) {
-        // Lengths that the loop below counts on.
+        // Lengths that `dots` counts on.
         assert!(x.q.len() == cols && x.offsets.len() == cols / 4 && x.spread.len() == cols / 4);
-        assert!(x.sums.len() == cols / 16 && y.len() == w.len() / row_bytes);
+        assert!(x.sums.len() == cols / 16 && y.len() == count);
     }
-    for (r, row) in w.chunks_exact(row_bytes).enumerate() {
-        let mut sums = [_mm512_setzero_ps(); T];
-        let mut low = [_mm256_setzero_ps(); T];
-        let mut multiply = |b: *const u8, c: usize| {
-            for line in (0..B::BYTES * blocks).step_by(64) {
-                // A prefetch touches nothing, at whatever address.
-                _mm_prefetch::<_MM_HINT_T0>(b.wrapping_add(AHEAD_BYTES + line).cast());
+    let row = |r: usize| &w[r * row_bytes..(r + 1) * row_bytes];
+    let part = count / S;
+    for r in 0..part {
+        // SAFETY: the lengths were checked.
+        let sums = unsafe { dots::<B, T, S>(std::array::from_fn(|s| row(s * part + r)), x) };
+        for (s, sums) in sums.iter().enumerate() {
+            for t in 0..T {
+                y[t][s * part + r] = sums[t];
             }
-            // SAFETY: the caller of this closure has a chunk there. Parts are whole in all lists of a token.
-            unsafe {
-                let chunk = B::chunk(b);
-                for p in 0..B::CHUNK / PART {
-                    let at = c * (B::CHUNK / PART) + p;
-                    for t in 0..T {
-                        let q = _mm512_loadu_si512(x[t].q.as_ptr().add(at * PART).cast());
-                        let offsets = _mm512_loadu_si512(x[t].offsets.as_ptr().add(at * LANES).cast());
-                        let d = _mm512_loadu_ps(x[t].spread.as_ptr().add(at * LANES));
-                        let products = _mm512_cvtepi32_ps(_mm512_dpbusd_epi32(offsets, chunk.codes[p], q));
-                        let scaled = _mm512_mul_ps(_mm512_mul_ps(chunk.scales[p], d), products);
-                        sums[t] = _mm512_add_ps(sums[t], scaled);
-                    }
-                }
-                if B::MINIMA {
-                    for h in 0..B::CHUNK / STEP {
-                        let at = c * (B::CHUNK / STEP) + h;
-                        for t in 0..T {
-                            let of_x = _mm256_loadu_ps(x[t].sums.as_ptr().add(8 * at));
-                            low[t] = _mm256_add_ps(low[t], _mm256_mul_ps(chunk.minima[h], of_x));
-                        }
-                    }
-                }
-            }
-        };
-        for c in 0..chunks {
-            multiply(row[c * blocks * B::BYTES..].as_ptr(), c);
         }
-        if rest > 0 {
-            // Scales of zero for what is not there. No chunk of several blocks is longer.
-            let mut last = [0u8; 4 * 34];
-            last[..rest].copy_from_slice(&row[row_bytes - rest..]);
-            multiply(last.as_ptr(), chunks);
-        }
+    }
+    for r in S * part..count {
+        // SAFETY: the lengths were checked.
+        let [sums] = unsafe { dots::<B, T, 1>([row(r)], x) };
         for t in 0..T {
-            y[t][r] = reduce(sums[t], low[t]);
+            y[t][r] = sums[t];
         }
     }
     T
+}
+
+/// Products of rows of one length with the first `T` tokens.
+///
+/// # Safety
+/// The features are there, and the tokens are as long as the rows.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,f16c")]
+#[inline]
+unsafe fn dots<B: Blocks, const T: usize, const S: usize>(rows: [&[u8]; S], x: &[Token]) -> [[f32; T]; S] {
+    let blocks = B::CHUNK / B::COLUMNS;
+    let (row_bytes, chunk_bytes) = (rows[0].len(), blocks * B::BYTES);
+    let (chunks, rest) = (row_bytes / chunk_bytes, row_bytes % chunk_bytes);
+    let mut sums = [[_mm512_setzero_ps(); T]; S];
+    let mut low = [[_mm256_setzero_ps(); T]; S];
+    let mut multiply = |s: usize, b: *const u8, c: usize| {
+        for line in (0..chunk_bytes).step_by(64) {
+            // A prefetch touches nothing, at whatever address.
+            _mm_prefetch::<_MM_HINT_T0>(b.wrapping_add(AHEAD_BYTES + line).cast());
+        }
+        // SAFETY: the caller of this closure has a chunk there. Parts are whole in all lists of a token.
+        unsafe {
+            let chunk = B::chunk(b);
+            for p in 0..B::CHUNK / PART {
+                let at = c * (B::CHUNK / PART) + p;
+                for t in 0..T {
+                    let q = _mm512_loadu_si512(x[t].q.as_ptr().add(at * PART).cast());
+                    let offsets = _mm512_loadu_si512(x[t].offsets.as_ptr().add(at * LANES).cast());
+                    let d = _mm512_loadu_ps(x[t].spread.as_ptr().add(at * LANES));
+                    let products = _mm512_cvtepi32_ps(_mm512_dpbusd_epi32(offsets, chunk.codes[p], q));
+                    let scaled = _mm512_mul_ps(_mm512_mul_ps(chunk.scales[p], d), products);
+                    sums[s][t] = _mm512_add_ps(sums[s][t], scaled);
+                }
+            }
+            if B::MINIMA {
+                for h in 0..B::CHUNK / STEP {
+                    let at = c * (B::CHUNK / STEP) + h;
+                    for t in 0..T {
+                        let of_x = _mm256_loadu_ps(x[t].sums.as_ptr().add(8 * at));
+                        low[s][t] = _mm256_add_ps(low[s][t], _mm256_mul_ps(chunk.minima[h], of_x));
+                    }
+                }
+            }
+        }
+    };
+    for c in 0..chunks {
+        for (s, row) in rows.iter().enumerate() {
+            multiply(s, row[c * chunk_bytes..].as_ptr(), c);
+        }
+    }
+    if rest > 0 {
+        for (s, row) in rows.iter().enumerate() {
+            // Scales of zero for what is not there. No chunk of several blocks is longer.
+            let mut last = [0u8; 4 * 34];
+            last[..rest].copy_from_slice(&row[row_bytes - rest..]);
+            multiply(s, last.as_ptr(), chunks);
+        }
+    }
+    std::array::from_fn(|s| std::array::from_fn(|t| reduce(sums[s][t], low[s][t])))
 }
 
 /// The sum of all lanes, in the order of the plain loops.
