@@ -5,7 +5,7 @@
 struct Slots {
     const char *rows, *ape;
     u64 stride;
-    u32 capacity, channels, d, ratio, end;
+    u32 ty, capacity, channels, d, ratio, end;
     bool before;
 
     EVG_DEVICE u32 count() const { return before ? 2 * ratio : ratio; }
@@ -14,12 +14,12 @@ struct Slots {
     EVG_DEVICE u32 channel(u32 slot, u32 c) const { return before && slot < ratio ? c : channels - d + c; }
     EVG_DEVICE float gate(u32 slot, u32 c) const {
         const u32 own = channel(slot, c);
-        return row(slot)[channels + own] + at<float>(ape, 0)[u64(slot % ratio) * channels + own];
+        return row(slot)[channels + own] + element(ape, ty, (slot % ratio) * channels + own);
     }
 };
 
 // The compressed key of each window that ends at one of the tokens. One block a token; most have nothing to do.
-EVG_KERNEL(compress_keys, EVG_BOUNDS(256))(const char* rows, u64 rows_stride, u32 capacity, const char* ape, const char* weight,
+EVG_KERNEL(compress_keys, EVG_BOUNDS(256))(const char* rows, u64 rows_stride, u32 capacity, const char* ape, u32 ape_ty, const char* weight,
     const char* positions, char* cache, u32 ty, u32 entries, u64 cache_stride, u32 tokens, u32 d, u32 ratio, u32 overlap, float eps,
     u32 dims, float base, float yarn_factor, u32 original, float beta_fast, float beta_slow) {
     evg_begin();
@@ -32,7 +32,7 @@ EVG_KERNEL(compress_keys, EVG_BOUNDS(256))(const char* rows, u64 rows_stride, u3
         const u32 window = u32(position) / ratio;
         if (window >= entries) evg_fault("position outside the cache");
         const u32 channels = overlap == 1 ? 2 * d : d;
-        const Slots slots = {rows, ape, rows_stride, capacity, channels, d, ratio, u32(position), overlap == 1 && window > 0};
+        const Slots slots = {rows, ape, rows_stride, ape_ty, capacity, channels, d, ratio, u32(position), overlap == 1 && window > 0};
         float squares = 0.0f;
         for (u32 c = threadIdx.x; c < d; c += threads) {
             float top = -infinity(), weights = 0.0f, values = 0.0f;

@@ -18,8 +18,13 @@ use serde_json::Value;
 const FLOATS: [&str; 5] =
     ["gemma3.gguf", "gemma3-linear.gguf", "gemma4-dense.gguf", "gemma4-moe.gguf", "gemma4-e.gguf"];
 
-/// One of each kind: what goes with keys and values, experts in blocks of several types, per-layer embeddings.
-const KINDS: [&str; 4] = ["gemma3.gguf", "gemma4-dense.gguf", "gemma4-moe-q.gguf", "gemma4-e.gguf"];
+/// One of each kind: what goes with keys and values, experts in blocks of several types, per-layer embeddings, residual
+/// streams with compressed keys.
+const KINDS: [&str; 5] =
+    ["gemma3.gguf", "gemma4-dense.gguf", "gemma4-moe-q.gguf", "gemma4-e.gguf", "deepseek-v4-q.gguf"];
+
+/// Models of several residual streams, with compressed keys.
+const STREAMS: [&str; 2] = ["deepseek-v4.gguf", "deepseek-v4-q.gguf"];
 
 /// How far from its reference a model may be, as a part of the greatest value of a row.
 fn tolerance(model: &str) -> f64 {
@@ -73,7 +78,7 @@ fn trace_with(model: &str, config: RuntimeConfig, kv: KvType, ubatch: usize, fla
     let steps = golden["decode"]["tokens"].as_array().unwrap().len();
     let runtime = Arc::new(Runtime::on(&Device::asked().unwrap(), config).unwrap());
     let model = Arc::new(models::load(Arc::new(Gguf::open(&data(model)).unwrap()), &runtime).unwrap());
-    let (vocabulary, blocks) = (model.vocabulary, model.blocks.len());
+    let (vocabulary, blocks) = (model.vocabulary, model.depth());
     let mut settings = SessionConfig::default();
     settings.context = Some(prompt.len() + steps);
     settings.ubatch = ubatch;
@@ -272,6 +277,20 @@ fn graphs_pools_and_limits_do_not_change_a_bit() {
                 }
             }
         }
+    }
+}
+
+#[test]
+fn compressed_keys_give_every_reference_value_however_tokens_come() {
+    for model in STREAMS {
+        check(model, &trace(model, config(PoolMode::Vmm, true, None), KvType::F32, 512));
+        let sevens = trace(model, config(PoolMode::Slab, true, None), KvType::F32, 7);
+        check(model, &sevens);
+        check(model, &trace(model, config(PoolMode::Vmm, false, None), KvType::F32, 1));
+        assert!(
+            sevens == trace(model, config(PoolMode::Vmm, false, None), KvType::F32, 7),
+            "{model}: graphs and pools"
+        );
     }
 }
 

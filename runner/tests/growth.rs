@@ -76,8 +76,8 @@ fn a_cache_that_grew_across_chunks_gives_the_same_bits() {
 }
 
 #[test]
-fn so_does_one_of_each_shape_of_gemma_4() {
-    for model in ["gemma4-dense.gguf", "gemma4-moe-q.gguf", "gemma4-e.gguf"] {
+fn so_does_one_of_each_shape_of_gemma_4_and_one_of_compressed_keys() {
+    for model in ["gemma4-dense.gguf", "gemma4-moe-q.gguf", "gemma4-e.gguf", "deepseek-v4.gguf"] {
         let new = |pool: PoolConfig, graphs| session_of(model, pool, graphs, [2000, 7], true);
         let fixed = write(&mut new(PoolConfig::slab(), false), 150).unwrap().0;
         let mut growing = new(PoolConfig::vmm().chunk(CHUNK), true);

@@ -139,6 +139,8 @@ fn every_placement_gives_the_same_bits() {
         ("gemma4-e.gguf", vec![layers(1), layers(3), tensors("per_layer_token_embd=CPU")]),
         ("gemma4-dense.gguf", vec![layers(2), tensors(r"blk\.1\.attn_.*=CPU")]),
         ("gemma3.gguf", vec![layers(0), layers(1), layers(2), tensors(r"\.(ffn|attn)_.*=CPU")]),
+        ("deepseek-v4.gguf", vec![experts_below(usize::MAX), experts_below(1), experts_below(3)]),
+        ("deepseek-v4-q.gguf", vec![experts_below(2), tensors("ffn_down_exps=CPU"), tensors("token_embd=CPU")]),
     ];
     for (model, placements) in everything {
         for &act in arithmetics() {
@@ -169,17 +171,21 @@ fn every_placement_gives_the_same_bits() {
 
 #[test]
 fn experts_that_come_to_the_device_for_a_prompt_give_the_same_bits() {
-    for model in ["gemma4-moe.gguf", "gemma4-moe-q.gguf"] {
+    let experts = || vec![experts_below(usize::MAX), experts_below(1)];
+    let with_layers = || [experts(), vec![layers(3)]].concat();
+    let models =
+        [("gemma4-moe.gguf", with_layers()), ("gemma4-moe-q.gguf", with_layers()), ("deepseek-v4-q.gguf", experts())];
+    for (model, placements) in models {
         for &act in arithmetics() {
             let plain = config(PoolMode::Vmm, true, HostWork::Nodes, act);
             let wanted = generate(&mut session(model, &Placement::default(), plain));
-            for placement in [experts_below(usize::MAX), experts_below(1), layers(3)] {
+            for placement in &placements {
                 for (mode, graphs) in [(PoolMode::Vmm, true), (PoolMode::Slab, true), (PoolMode::Vmm, false)] {
                     // From 1 token on every step has them come, from 4 on those of whole prompts.
                     for from in [1, 4] {
                         let what = format!("{model} {placement:?} {mode} {act:?}, graphs {graphs}, from {from}");
                         let config = config(mode, graphs, HostWork::Turns, act);
-                        let mut session = session_with(model, &placement, config, Some(from), 0);
+                        let mut session = session_with(model, placement, config, Some(from), 0);
                         same(&generate(&mut session), &wanted, &what);
                         // Again: the same graphs, of which some are replayed now.
                         session.clear().unwrap();
@@ -194,7 +200,7 @@ fn experts_that_come_to_the_device_for_a_prompt_give_the_same_bits() {
 
 #[test]
 fn experts_that_the_device_fetches_for_a_token_change_no_more_than_the_order_of_a_sum() {
-    for model in ["gemma4-moe.gguf", "gemma4-moe-q.gguf"] {
+    for model in ["gemma4-moe.gguf", "gemma4-moe-q.gguf", "deepseek-v4-q.gguf"] {
         let config = |graphs, work| config(PoolMode::Vmm, graphs, work, ActType::F32);
         let wanted = generate(&mut session(model, &Placement::default(), config(true, HostWork::Nodes)));
         for placement in [experts_below(usize::MAX), experts_below(1)] {

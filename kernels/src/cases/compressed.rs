@@ -52,7 +52,7 @@ fn compressed() -> Vec<Case> {
             let positions: Vec<i32> = (0..tokens).map(|i| (first + i) as i32).collect();
             Ok(Box::new(CompressKeys {
                 rows,
-                ape: t.floats(&[ratio, channels], &ape)?,
+                ape: t.typed(ty, &[ratio, channels], &ape)?,
                 weight: t.noise(&[d])?,
                 positions: t.ints(&[tokens], &positions)?,
                 cache: cache(t, ty, (first + tokens).div_ceil(ratio), d)?,

@@ -45,16 +45,22 @@ fn positions(ctx: &KernelContext<'_>, ptr: DevicePtr, tokens: usize) -> Result<V
 pub(super) fn compress_keys(ctx: &KernelContext<'_>) -> Result<(), Fault> {
     let mut a = Reader::new(ctx);
     let (rows, rows_stride, capacity) = (a.ptr()?, a.stride()?, a.dim()?);
-    let (ape, weight, at) = (a.ptr()?, a.ptr()?, a.ptr()?);
+    let (ape, ape_ty, weight, at) = (a.ptr()?, a.ty()?, a.ptr()?, a.ptr()?);
     let (cache, ty, entries, cache_stride) = (a.ptr()?, a.ty()?, a.dim()?, a.stride()?);
     let (tokens, d, ratio, overlap) = (a.dim()?, a.dim()?, a.dim()?, a.dim()? == 1);
     let (eps, dims) = (a.float()?, a.dim()?);
     let frequencies = tail_frequencies(&mut a, dims)?;
     let channels = if overlap { 2 * d } else { d };
-    let ape = Rows::<f32>::read(ctx, ape, ratio, channels, channels * 4)?;
     let weight = load::<f32>(ctx, weight, d)?;
     let ends: Vec<usize> = positions(ctx, at, tokens)?.into_iter().filter(|p| (p + 1).is_multiple_of(ratio)).collect();
     let Some(last) = ends.iter().max() else { return Ok(()) };
+    let level = Level::current();
+    let rounded = Cache::read(ctx, (ape, ape_ty), ratio, channels, channels * ape_ty.type_bytes())?;
+    let mut ape = vec![0.0; ratio * channels];
+    for (place, wide) in ape.chunks_exact_mut(channels).enumerate() {
+        // SAFETY: nobody writes weights.
+        widen(level, ape_ty, unsafe { rounded.rows.row(place, 0) }, wide);
+    }
     let used = last / ratio + 1;
     if used > entries {
         return Err(ctx.fault(cache, 0, true, "position outside the cache"));
@@ -74,7 +80,7 @@ pub(super) fn compress_keys(ctx: &KernelContext<'_>) -> Result<(), Fault> {
         for (c, entry) in entry.iter_mut().enumerate() {
             let gate = |&(token, place, first): &(usize, usize, usize)| {
                 // SAFETY: stream order keeps writers away from the ring while the kernel runs.
-                unsafe { rows.row(token % capacity, 0)[channels + first + c] + ape.row(place, 0)[first + c] }
+                unsafe { rows.row(token % capacity, 0)[channels + first + c] + ape[place * channels + first + c] }
             };
             let top = slots.iter().map(gate).fold(f32::NEG_INFINITY, f32::max);
             let (mut weights, mut values) = (0.0, 0.0);

@@ -80,7 +80,7 @@ pub(crate) static KERNELS: &[HostKernel] = &[
     kernel("attention_values", &[P, S, S, P, S, S, D, P, P, S, S, D, D, D, D, D, D, D], unfused::values),
     kernel(
         "compress_keys",
-        &[P, S, D, P, P, P, P, D, D, S, D, D, D, D, F, D, F, F, D, F, F],
+        &[P, S, D, P, D, P, P, P, D, D, S, D, D, D, D, F, D, F, F, D, F, F],
         compressed::compress_keys,
     ),
     kernel(

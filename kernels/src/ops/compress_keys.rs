@@ -18,7 +18,7 @@ use crate::KernelError;
 pub struct CompressKeys {
     /// `[C, 2 c]` F32: values, then gates. `C >= r + T - 1`, with overlap `2 r + T - 1`.
     pub rows: TensorView,
-    /// `[r, c]` F32.
+    /// `[r, c]` F32, F16 or BF16, contiguous.
     pub ape: TensorView,
     /// `[d]` F32.
     pub weight: TensorView,
@@ -62,7 +62,7 @@ impl Op for CompressKeys {
         check.parameter(d <= MOST_WIDTH, "width", d, "at most 4096")?;
         let channels = if self.overlap { 2 * d } else { d };
         check.rank("ape", &self.ape, &["r", "c"])?;
-        check.f32("ape", &self.ape)?;
+        check.ty("ape", &self.ape, CACHE_TYPES, "F32, F16 or BF16")?;
         check.contiguous("ape", &self.ape)?;
         let ratio = self.ape.dim(0);
         check.shape("ape", &self.ape, &[ratio, channels])?;
@@ -94,6 +94,7 @@ impl Op for CompressKeys {
             .stride(&self.rows, 0)
             .dim(self.rows.dim(0))
             .view(&self.ape)
+            .ty(&self.ape)
             .view(&self.weight)
             .view(&self.positions)
             .view(&self.cache)

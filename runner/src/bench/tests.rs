@@ -110,7 +110,7 @@ fn what_the_engine_can_not_do_is_refused_before_anything_runs() {
 #[test]
 fn a_sequence_taken_back_goes_on_as_it_would_have() {
     // Windows of 8 to 16 tokens: going on for 60 writes over all that they keep.
-    for name in ["gemma3.gguf", "gemma4-e.gguf"] {
+    for name in ["gemma3.gguf", "gemma4-e.gguf", "deepseek-v4.gguf"] {
         let runtime = opener(None)().unwrap();
         let model = Arc::new(models::load(Arc::new(Gguf::open(&golden(name)).unwrap()), &runtime).unwrap());
         let vocabulary = model.vocabulary as u32;

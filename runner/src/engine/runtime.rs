@@ -42,6 +42,8 @@ pub struct RuntimeConfig {
     pub strict: bool,
     /// Whether weights are copied to the device also where it could read the files in place. For tests.
     pub copy_weights: bool,
+    /// Whether models whose keys an 8-bit cache was made for round them as that would (all but the rotated part, in groups of 64).
+    pub rounded_keys: bool,
 }
 
 impl Default for RuntimeConfig {
@@ -53,6 +55,7 @@ impl Default for RuntimeConfig {
             host_work: None,
             strict: false,
             copy_weights: false,
+            rounded_keys: false,
         }
     }
 }

@@ -202,11 +202,18 @@ impl Session {
         if config.ubatch == 0 {
             return Err(Error::argument("-ub", "at least 1", config.ubatch));
         }
+        if model.streams.is_some() && !config.flash_attention {
+            return Err(Error::Unsupported {
+                what: "attention over compressed keys with its scores written out",
+                found: "-fa off".to_owned(),
+                advice: "-fa on".to_owned(),
+            });
+        }
         let ubatch = config.ubatch.min(context);
         let logit_rows = config.logit_rows.clamp(1, ubatch);
         let (width, vocabulary) = (model.width, model.vocabulary);
         let runs = &*runtime;
-        let outputs = if config.taps { model.blocks.len() + 1 } else { 0 };
+        let outputs = if config.taps { model.depth() + 1 } else { 0 };
         let io = Buffers {
             ids: Buffer::new(runs, "token ids", QuantType::I32, &[ubatch])?,
             positions: Buffer::new(runs, "positions", QuantType::I32, &[ubatch])?,
@@ -217,10 +224,12 @@ impl Session {
             recent: Buffer::new(runs, "recent tokens", QuantType::I32, &[context])?,
             state: Buffer::new(runs, "sampling state", QuantType::I8, &[SampleState::BYTES])?,
             taps: (0..outputs)
-                .map(|index| Buffer::new(runs, &format!("output {index}"), QuantType::F32, &[ubatch, width]))
+                .map(|index| {
+                    Buffer::new(runs, &format!("output {index}"), QuantType::F32, &[ubatch, model.tap_width(index)])
+                })
                 .collect::<Result<_>>()?,
         };
-        let cache = KvCache::new(runs, &model.blocks, context, ubatch, config.kv)?;
+        let cache = KvCache::of_model(runs, &model, context, ubatch, config.kv)?;
         let cache = cache.with_scores_written(!config.flash_attention);
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
         let streamed = config.stream_experts.filter(|_| model.weights.host_is_registered());
@@ -621,7 +630,7 @@ impl Session {
     /// Those of the device.
     pub fn output(&self, index: usize) -> Result<Vec<f32>> {
         let Some(tap) = self.io.taps.get(index) else { return Ok(Vec::new()) };
-        let mut out = vec![0.0; self.last_batch * self.model.width];
+        let mut out = vec![0.0; self.last_batch * self.model.tap_width(index)];
         self.download(&tap.slice, &mut out)?;
         Ok(out)
     }

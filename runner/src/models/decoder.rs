@@ -13,6 +13,7 @@ use super::input::{Input, Room, get_rows};
 use super::kv::KvCache;
 use super::layer_input::LayerInputs;
 use super::residual::Wanted;
+use super::streams::StreamStack;
 use super::weights::Weights;
 use crate::engine::Step;
 use crate::error::Result;
@@ -37,8 +38,10 @@ pub struct Decoder {
     pub embedding_scale: f32,
     /// Where each block's own input comes from, in models that have such.
     pub layer_inputs: Option<LayerInputs>,
-    /// The blocks.
+    /// The blocks; none where the residual is [several streams](Self::streams).
     pub blocks: Vec<Block>,
+    /// The blocks of a model with several residual streams.
+    pub streams: Option<Box<StreamStack>>,
     /// Norm after the last block, `[D]`.
     pub output_norm: TensorView,
     /// `[V, D]`.
@@ -50,7 +53,7 @@ pub struct Decoder {
 /// Copies of what lies between the blocks, for tests and debugging.
 #[derive(Debug)]
 pub struct Taps {
-    /// `[T, D]` after each block, and after the last norm.
+    /// `[T, D]` after each block (all streams of it, where there are several), and after the last norm.
     pub outputs: Vec<TensorView>,
 }
 
@@ -64,11 +67,25 @@ impl Decoder {
     /// Room on the device for the experts that stay on the host, one block's at a time, bytes.
     #[must_use]
     pub fn streamed_bytes(&self) -> usize {
-        let ours = self.blocks.iter().filter(|block| block.home == Home::Device);
-        let experts = ours.flat_map(|block| &block.branches).filter_map(|branch| branch.part.experts());
+        let ours = self.blocks.iter().filter(|block| block.home == Home::Device).flat_map(|block| &block.branches);
+        let streams = self.streams.iter().flat_map(|stack| &stack.blocks).flat_map(|block| &block.branches);
+        let experts = ours.chain(streams).filter_map(|branch| branch.part.experts());
         let experts: Vec<_> = experts.filter(|experts| experts.are_on_host()).map(Experts::tensors).collect();
         let most = |place: usize| experts.iter().filter_map(|tensors| Some(tensors[place]?.range().len())).max();
         (0..3).filter_map(most).sum()
+    }
+
+    /// Number of blocks.
+    #[must_use]
+    pub fn depth(&self) -> usize {
+        self.streams.as_ref().map_or(self.blocks.len(), |stack| stack.blocks.len())
+    }
+
+    /// Width of what lies behind block `index`, or after the last norm.
+    #[must_use]
+    pub fn tap_width(&self, index: usize) -> usize {
+        let streams = self.streams.as_ref().filter(|stack| index < stack.blocks.len());
+        streams.map_or(1, |stack| stack.streams) * self.width
     }
 
     /// What a step of this model depends on, besides its sequence.
@@ -89,6 +106,9 @@ impl Decoder {
         out: &TensorView,
         taps: Option<&Taps>,
     ) -> Result<()> {
+        if let Some(stack) = &self.streams {
+            return stack.forward(self, step, [ids, positions, out], cache, taps);
+        }
         let tokens = ids.dim(0);
         let h = step.floats("residual", &[tokens, self.width])?;
         get_rows(step, &self.embedding, ids, &h, self.embedding_scale)?;
@@ -220,7 +240,8 @@ fn written(
     Ok(x)
 }
 
-fn tap(step: &mut Step<'_>, taps: Option<&Taps>, index: usize, from: &TensorView) -> Result<()> {
+/// Appends a copy of what lies behind block `index`, where one is asked for.
+pub(super) fn tap(step: &mut Step<'_>, taps: Option<&Taps>, index: usize, from: &TensorView) -> Result<()> {
     match taps.and_then(|taps| taps.outputs.get(index)) {
         Some(to) => step.push(Copy { src: from.clone(), dst: to.narrow(0, 0, from.dim(0))? }),
         None => Ok(()),

@@ -181,6 +181,7 @@ pub(super) fn load(file: Arc<Gguf>, runtime: &Runtime, placement: &Placement) ->
         output_norm: weights.vector("output_norm.weight", width)?,
         output,
         softcap: shape.softcap,
+        streams: None,
         weights,
     })
 }

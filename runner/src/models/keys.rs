@@ -68,6 +68,40 @@ impl<'a> Keys<'a> {
         Err(Error::metadata(name, expected, Value::Array(list)))
     }
 
+    /// A number from 0 to `most` for each block, from a list of at least as many.
+    pub(super) fn counts(&self, key: &str, blocks: usize, most: u64) -> Result<Vec<usize>> {
+        let name = self.name(key);
+        let expected = || format!("a list of {blocks} integers from 0 to {most}");
+        let Some(Value::Array(list)) = self.file.get(&name) else {
+            let found = self.file.get(&name).map_or_else(|| "none".to_owned(), |value| value.to_string());
+            return Err(Error::metadata(name, expected(), found));
+        };
+        let whole = |value: Value<'_>| value.as_u64().filter(|value| *value <= most).map(|value| value as usize);
+        let counts: Vec<usize> = list.iter().take(blocks).map_while(whole).collect();
+        if counts.len() == blocks { Ok(counts) } else { Err(Error::metadata(name, expected(), Value::Array(list))) }
+    }
+
+    /// A number for each block, from a list or one for all; none where it is 0, or the key is missing.
+    pub(super) fn limits(&self, key: &str, blocks: usize) -> Result<Vec<Option<f32>>> {
+        let name = self.name(key);
+        let found = self.file.get(&name);
+        let limits: Vec<f32> = match found {
+            None => return Ok(vec![None; blocks]),
+            Some(Value::Array(list)) => list.iter().take(blocks).map_while(Value::as_f32).collect(),
+            Some(value) => value.as_f32().map_or_else(Vec::new, |limit| vec![limit; blocks]),
+        };
+        if limits.len() == blocks && limits.iter().all(|limit| limit.is_finite()) {
+            return Ok(limits.into_iter().map(|limit| Some(limit).filter(|limit| *limit > 0.0)).collect());
+        }
+        let found = found.map_or_else(String::new, |value| value.to_string());
+        Err(Error::metadata(name, format!("a number, or a list of {blocks} such"), found))
+    }
+
+    /// Whether something is so; not, for a file without the key.
+    pub(super) fn flag(&self, key: &str) -> Result<bool> {
+        Ok(self.file.get_bool(&self.name(key))?.unwrap_or(false))
+    }
+
     /// A number above 0; a file without the key must have a default.
     pub(super) fn positive(&self, key: &str, default: Option<f32>) -> Result<f32> {
         let found = self.file.get_f32(&self.name(key))?;

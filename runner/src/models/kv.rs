@@ -4,10 +4,13 @@ use std::sync::Arc;
 
 use evergraph_kernels::host::{HostBlock, HostPart};
 use evergraph_kernels::ops::{Copy, Plan, TensorView};
+use evergraph_kernels::quant::QuantType;
 use evergraph_pool::{DeviceSlice, GrowableSlice, Purpose, Stream, Touch, Tracked, Use};
 
 use super::attention::KeyValue;
 use super::block::Block;
+use super::decoder::Decoder;
+use super::streams::StreamStack;
 use crate::engine::{KvType, Runtime};
 use crate::error::{Error, Result};
 use crate::placement::Home;
@@ -23,6 +26,17 @@ pub struct LayerCache {
     pub ring: bool,
     /// The memory of both, where they are on the host.
     pub on_host: Vec<Arc<HostBlock>>,
+    /// Compressed keys, in layers that have such: those that attention sees, then those of the index that chooses among them.
+    pub compressed: Vec<CompressedCache>,
+}
+
+/// Keys of many tokens each, and what the next ones are made of.
+#[derive(Clone, Debug)]
+pub struct CompressedCache {
+    /// `[C, 2 c]` F32, a ring: projections of the last tokens.
+    pub rows: TensorView,
+    /// `[N, d]`.
+    pub entries: TensorView,
 }
 
 /// The caches of all layers; those of layers that share one are the same views.
@@ -72,6 +86,15 @@ fn copy_on_host(src: &TensorView, dst: &TensorView) -> Result<()> {
 struct Growing {
     slice: GrowableSlice<u8>,
     row_bytes: usize,
+    /// Tokens of a row.
+    tokens: usize,
+}
+
+impl Growing {
+    /// Bytes of the rows that so many tokens fill.
+    fn bytes(&self, tokens: usize) -> usize {
+        (tokens / self.tokens).saturating_mul(self.row_bytes)
+    }
 }
 
 /// Where attention's scores are written out, their length goes by steps of so many tokens.
@@ -85,9 +108,113 @@ impl LayerCache {
     pub(super) fn scored(&self, tokens: usize) -> usize {
         if self.ring { self.k.dim(0) } else { self.k.dim(0).min(tokens) }
     }
+
+    /// The keys of an index; none where a token sees all compressed keys.
+    pub(super) fn index(&self) -> Option<&CompressedCache> {
+        self.compressed.get(1)
+    }
 }
 
 impl KvCache {
+    /// Room for a sequence on a model, as [`new`](Self::new).
+    ///
+    /// # Errors
+    /// Out of memory, and what else the pool says.
+    pub fn of_model(
+        runtime: &Runtime,
+        model: &Decoder,
+        context: usize,
+        batch: usize,
+        types: (KvType, KvType),
+    ) -> Result<Self> {
+        match &model.streams {
+            Some(stack) => Self::of_streams(runtime, stack, context, batch, types.0),
+            None => Self::new(runtime, &model.blocks, context, batch, types),
+        }
+    }
+
+    /// Room for layers with compressed keys. Their windows and what keys are yet to be made of are rings, since a launch of
+    /// `batch` tokens writes them all before it reads.
+    fn of_streams(runtime: &Runtime, stack: &StreamStack, context: usize, batch: usize, ty: KvType) -> Result<Self> {
+        let ty = ty.quant_type();
+        let mut cache = Self {
+            layers: Vec::new(),
+            fixed: Vec::new(),
+            rings: Vec::new(),
+            growing: Vec::new(),
+            touches: Vec::new(),
+            reached: 0,
+            scores_written: false,
+            queries: batch,
+            on_gpu: false,
+            end: 0,
+            context,
+        };
+        for (index, block) in stack.blocks.iter().enumerate() {
+            let part = &block.attention;
+            let kept = (part.window as usize).saturating_add(batch).min(context);
+            let name = |what: &str| format!("{what} of layer {index}");
+            let shape = [kept, 1, part.dim];
+            let k = cache.fixed_tensor(runtime, &name("keys"), ty, &shape, kept < context)?;
+            let mut compressed = Vec::new();
+            let entries = |ratio: usize| (context / ratio).max(1);
+            // A token sees all keys where there are no more of them than it may see.
+            let index = part.indexer.as_ref().filter(|index| entries(index.compressor.ratio) > index.top);
+            for compressor in part.compressor.iter().chain(index.map(|index| &index.compressor)) {
+                let (ratio, channels) = (compressor.ratio, compressor.kv.dim(0));
+                let window = if compressor.overlap { 2 * ratio } else { ratio };
+                let shape = [window.saturating_add(batch), 2 * channels];
+                let ring = shape[0] < context;
+                let rows = cache.fixed_tensor(runtime, &name("projections"), QuantType::F32, &shape, ring)?;
+                let shape = [entries(ratio), compressor.norm.dim(0)];
+                let entries = cache.growing_tensor(runtime, &name("compressed keys"), ty, &shape, ratio)?;
+                compressed.push(CompressedCache { rows, entries });
+            }
+            cache.layers.push(LayerCache { v: k.clone(), k, ring: kept < context, on_host: Vec::new(), compressed });
+        }
+        cache.touches = cache.growing.iter().map(|growing| growing.slice.touch(0)).collect();
+        Ok(cache)
+    }
+
+    /// A tensor of this size from the start on; a ring's later tokens write over what earlier ones left.
+    fn fixed_tensor(
+        &mut self,
+        runtime: &Runtime,
+        name: &str,
+        ty: QuantType,
+        shape: &[usize],
+        ring: bool,
+    ) -> Result<TensorView> {
+        let bytes = crate::engine::tensor_bytes(ty, shape)?;
+        let slice = runtime.pool().alloc_for::<u8>(bytes, Purpose::State, runtime.stream())?;
+        let view = crate::engine::view_of(&slice, name, runtime.device(), ty, shape)?;
+        if ring {
+            self.rings.push(self.fixed.len());
+        }
+        self.fixed.push(slice);
+        Ok(view)
+    }
+
+    /// A tensor that grows by a row every `tokens` tokens, if it is large.
+    fn growing_tensor(
+        &mut self,
+        runtime: &Runtime,
+        name: &str,
+        ty: QuantType,
+        shape: &[usize],
+        tokens: usize,
+    ) -> Result<TensorView> {
+        let pool = runtime.pool();
+        let bytes = crate::engine::tensor_bytes(ty, shape)?;
+        if bytes < pool.chunk_bytes().map_or(usize::MAX, |chunk| 2 * chunk) {
+            return self.fixed_tensor(runtime, name, ty, shape, false);
+        }
+        let slice = pool.alloc_growable::<u8>(0, bytes, Purpose::State, runtime.stream())?;
+        let view = crate::engine::view_of(&slice, name, runtime.device(), ty, shape)?;
+        self.growing.push(Growing { slice, row_bytes: bytes / shape[0], tokens });
+        Ok(view)
+    }
+
     /// Room for `context` tokens, fed at most `batch` at a time. A layer with a sliding window keeps
     /// `window + batch - 1` rows, since the first token of a batch still sees the window behind it.
     ///
@@ -130,7 +257,7 @@ impl KvCache {
                 if kept == context && bytes >= worth {
                     let slice = pool.alloc_growable::<u8>(0, bytes, Purpose::State, runtime.stream())?;
                     let view = crate::engine::view_of(&slice, &name, device, ty, &shape)?;
-                    growing.push(Growing { slice, row_bytes: bytes / kept });
+                    growing.push(Growing { slice, row_bytes: bytes / kept, tokens: 1 });
                     return Ok(view);
                 }
                 let slice = pool.alloc_for::<u8>(bytes, Purpose::State, runtime.stream())?;
@@ -143,7 +270,7 @@ impl KvCache {
             };
             let k = tensor("key", types.0, part.key_dim)?;
             let v = tensor("value", types.1, part.value_dim)?;
-            layers.push(LayerCache { k, v, ring: kept < context, on_host });
+            layers.push(LayerCache { k, v, ring: kept < context, on_host, compressed: Vec::new() });
         }
         let touches = growing.iter().map(|growing| growing.slice.touch(0)).collect();
         let (reached, scores_written, queries, end) = (0, false, batch, 0);
@@ -211,11 +338,11 @@ impl KvCache {
     pub fn reach(&mut self, tokens: usize) -> Result<()> {
         if tokens > self.reached {
             for index in 0..self.growing.len() {
-                let Growing { slice, row_bytes } = &mut self.growing[index];
-                if let Err(error) = slice.grow_to(tokens.saturating_mul(*row_bytes)) {
+                let growing = &mut self.growing[index];
+                if let Err(error) = growing.slice.grow_to(growing.bytes(tokens)) {
                     let before = self.reached;
-                    for Growing { slice, row_bytes } in &mut self.growing[..index] {
-                        slice.shrink_to(before * *row_bytes)?;
+                    for growing in &mut self.growing[..index] {
+                        growing.slice.shrink_to(growing.bytes(before))?;
                     }
                     return Err(error.into());
                 }
@@ -223,8 +350,8 @@ impl KvCache {
             self.reached = tokens;
         }
         self.end = tokens;
-        for (touch, Growing { slice, row_bytes }) in self.touches.iter_mut().zip(&self.growing) {
-            *touch = slice.touch(tokens * row_bytes);
+        for (touch, growing) in self.touches.iter_mut().zip(&self.growing) {
+            *touch = growing.slice.touch(growing.bytes(tokens));
         }
         Ok(())
     }

@@ -2,11 +2,14 @@
 
 mod attention;
 mod block;
+mod compressed;
 mod decoder;
+mod deepseek4;
 mod experts;
 mod feed_forward;
 mod gemma3;
 mod gemma4;
+mod hyper;
 mod input;
 mod keys;
 mod kv;
@@ -14,6 +17,7 @@ mod layer_input;
 mod reads;
 mod residual;
 mod streamed;
+mod streams;
 mod weights;
 
 use std::path::PathBuf;
@@ -21,12 +25,15 @@ use std::sync::Arc;
 
 pub use attention::{AttentionPart, KeyValue, OwnKeyValue, Rotation};
 pub use block::Block;
+pub use compressed::{CompressedPart, Compressor, Indexer, Tail};
 pub use decoder::{Decoder, Taps};
 pub use experts::{Choice, Experts, GateUp, OnBus};
 pub use feed_forward::{Branch, Dense, FeedForward};
+pub use hyper::Mixer;
 pub(crate) use kv::Rings;
-pub use kv::{KvCache, LayerCache};
+pub use kv::{CompressedCache, KvCache, LayerCache};
 pub use layer_input::{LayerInput, LayerInputs};
+pub use streams::{StreamBlock, StreamStack};
 pub use weights::Weights;
 
 use crate::engine::Runtime;
@@ -38,7 +45,8 @@ use crate::placement::Placement;
 type Load = fn(Arc<Gguf>, &Runtime, &Placement) -> Result<Decoder>;
 
 /// What is there, by the name that files give it (`general.architecture`).
-const ARCHITECTURES: &[(&str, Load)] = &[("gemma3", gemma3::load), ("gemma4", gemma4::load)];
+const ARCHITECTURES: &[(&str, Load)] =
+    &[("deepseek4", deepseek4::load), ("gemma3", gemma3::load), ("gemma4", gemma4::load)];
 
 /// Builds the model that a file holds, all of it on the device.
 ///

@@ -4,9 +4,10 @@ use std::ops::Range;
 
 use evergraph_kernels::ops::TensorView;
 
-use super::block::Block;
+use super::compressed::CompressedPart;
 use super::decoder::Decoder;
 use super::experts::Experts;
+use super::feed_forward::Branch;
 use crate::engine::KvType;
 
 impl Decoder {
@@ -15,7 +16,10 @@ impl Decoder {
     /// other vectors are not counted.
     #[must_use]
     pub fn weight_bytes(&self, tokens: usize, logits: usize) -> u64 {
-        let blocks: u64 = self.blocks.iter().map(|block| block_bytes(block, tokens)).sum();
+        let blocks: u64 = self.blocks.iter().map(|block| parts_bytes(block.products(), &block.branches, tokens)).sum();
+        let streams = self.streams.iter().flat_map(|stack| &stack.blocks);
+        let streams: u64 = streams.map(|block| parts_bytes(block.products(), &block.branches, tokens)).sum();
+        let blocks = blocks.saturating_add(streams);
         let inputs = self.layer_inputs.as_ref().map_or(0, |inputs| {
             bytes(&inputs.projection).saturating_add(row_bytes(&inputs.table).saturating_mul(tokens as u64))
         });
@@ -28,6 +32,8 @@ impl Decoder {
     /// the windows of its tokens see.
     #[must_use]
     pub fn cache_bytes(&self, positions: Range<usize>, types: (KvType, KvType)) -> u64 {
+        let streams = self.streams.iter().flat_map(|stack| &stack.blocks);
+        let streams = streams.map(|block| compressed_bytes(&block.attention, &positions, types.0));
         let parts = self.blocks.iter().map(|block| &block.attention);
         parts
             .map(|part| {
@@ -38,16 +44,28 @@ impl Decoder {
                 let row = width(part.key_dim, types.0).saturating_add(width(part.value_dim, types.1));
                 seen.saturating_mul(part.kv_heads).saturating_mul(row) as u64
             })
+            .chain(streams)
             .fold(0, u64::saturating_add)
     }
 }
 
-fn block_bytes(block: &Block, tokens: usize) -> u64 {
-    let experts = || block.branches.iter().filter_map(|branch| branch.part.experts());
+fn parts_bytes<'a>(products: impl Iterator<Item = &'a TensorView>, branches: &[Branch], tokens: usize) -> u64 {
+    let experts = || branches.iter().filter_map(|branch| branch.part.experts());
     // Experts are counted in full among the products; what nobody can have picked is taken off again.
     let idle: u64 = experts().map(|experts| idle_bytes(experts, tokens)).sum();
     let routers: u64 = experts().map(|experts| bytes(&experts.router)).sum();
-    (block.products().map(bytes).sum::<u64>() + routers).saturating_sub(idle)
+    (products.map(bytes).sum::<u64>() + routers).saturating_sub(idle)
+}
+
+/// Bytes of a window's keys and of the compressed ones that the last token sees, with those of the index.
+fn compressed_bytes(part: &CompressedPart, positions: &Range<usize>, ty: KvType) -> u64 {
+    let row = |width: usize| width.saturating_mul(ty.quant_type().type_bytes());
+    let own = positions.len().saturating_add(part.window as usize).saturating_sub(1).min(positions.end);
+    let ratio = part.compressor.as_ref().map_or(usize::MAX, |compressor| compressor.ratio);
+    let entries = positions.end / ratio;
+    let seen = part.indexer.as_ref().map_or(entries, |index| entries.min(index.top));
+    let index = part.indexer.as_ref().map_or(0, |index| row(index.compressor.norm.dim(0)));
+    own.saturating_add(seen).saturating_mul(row(part.dim)).saturating_add(entries.saturating_mul(index)) as u64
 }
 
 /// Bytes of the experts that so many tokens leave alone, at least.

@@ -41,7 +41,7 @@ pub fn rehearse(
     Ok(Needs {
         reserved_bytes: stand_in.pool().stats().reserved_bytes.peak,
         account: Account::of(&session),
-        blocks: model.blocks.len(),
+        blocks: model.depth(),
         context: session.context(),
     })
 }

@@ -1,0 +1,192 @@
+//! What is particular to DeepSeek V4: graphs that go on over the ends of windows, state that is taken back, and what is refused.
+//! Its values are checked with the other golden models.
+
+#![allow(clippy::unwrap_used, missing_docs)]
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use evergraph_runner::Error;
+use evergraph_runner::device::Device;
+use evergraph_runner::engine::{ActType, KvType, PoolConfig, PoolMode, Runtime, RuntimeConfig, Session, SessionConfig};
+use evergraph_runner::gguf::{Bytes, Gguf, MetaValue, Value, Writer};
+use evergraph_runner::models;
+use evergraph_runner::placement::Placement;
+use evergraph_runner::sampling::Sampling;
+
+/// Layers with windows of 16 tokens alone, with keys of 4 tokens of which 8 are seen, and with keys of 128.
+const MODEL: &str = "deepseek-v4.gguf";
+
+fn data(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(name)
+}
+
+fn config(mode: PoolMode, graphs: bool) -> RuntimeConfig {
+    let mut config = RuntimeConfig::default();
+    (config.pool, config.graphs, config.act, config.strict) = (PoolConfig::new(mode), graphs, ActType::F32, true);
+    config
+}
+
+fn settings(context: usize, ubatch: usize) -> SessionConfig {
+    let mut settings = SessionConfig::default();
+    (settings.context, settings.ubatch, settings.kv) = (Some(context), ubatch, (KvType::F32, KvType::F32));
+    settings
+}
+
+fn session(model: &str, config: RuntimeConfig, context: usize, ubatch: usize) -> Session {
+    let runtime = Arc::new(Runtime::on(&Device::asked().unwrap(), config).unwrap());
+    let model = Arc::new(models::load(Arc::new(Gguf::open(&data(model)).unwrap()), &runtime).unwrap());
+    let mut session = Session::new(runtime, model, settings(context, ubatch)).unwrap();
+    session.set_sampling(&Sampling::greedy(), &[]).unwrap();
+    session
+}
+
+fn ids(from: u32, count: u32) -> Vec<u32> {
+    (from..from + count).map(|id| 3 + id * 37 % 500).collect()
+}
+
+#[test]
+fn a_decode_step_is_one_graph_over_the_ends_of_all_windows() {
+    for mode in [PoolMode::Vmm, PoolMode::Slab] {
+        // From before the index chooses at all, through ends of windows of 16, 4 and 128 tokens.
+        let decode = |graphs| {
+            let mut session = session(MODEL, config(mode, graphs), 300, 16);
+            session.feed(&ids(1, 13), |_, _, _| Ok(())).unwrap();
+            let mut tokens = vec![session.pick().unwrap()];
+            let mut captures = Vec::new();
+            for _ in 0..270 {
+                tokens.push(session.decode().unwrap());
+                captures.push(session.runtime().graph_counters().captures);
+            }
+            (tokens, session.last_logits().unwrap(), captures, session.runtime().graph_counters())
+        };
+        let (tokens, logits, captures, counters) = decode(true);
+        assert_eq!(captures[3], captures[269], "{mode}: nothing is captured after the third token: {counters:?}");
+        assert!(counters.recaptures == 0 && counters.stale == 0 && counters.replays >= 265, "{mode}: {counters:?}");
+        let eager = decode(false);
+        assert!((&tokens, &logits) == (&eager.0, &eager.1), "{mode}: the same bits without graphs");
+    }
+}
+
+#[test]
+fn texts_of_every_length_around_the_ends_of_windows_go_on_alike() {
+    // The same state, whether a prompt came at once, in pieces that end inside of windows, or token by token.
+    for length in [1u32, 3, 4, 5, 15, 16, 17, 31, 32, 33, 36, 127, 128, 129, 131, 132, 133] {
+        let logits = [length as usize, 5, 1].map(|ubatch| {
+            let mut session = session(MODEL, config(PoolMode::Vmm, false), 140, ubatch);
+            session.feed(&ids(9, length), |_, _, _| Ok(())).unwrap();
+            session.pick().unwrap();
+            let mut rows = vec![session.last_logits().unwrap()];
+            for id in ids(700, 5) {
+                session.take_next(id).unwrap();
+                session.decode().unwrap();
+                rows.push(session.last_logits().unwrap());
+            }
+            rows.concat()
+        });
+        let most = logits[0].iter().fold(0f32, |most, value| most.max(value.abs()));
+        for other in &logits[1..] {
+            let far = logits[0].iter().zip(other).fold(0f32, |far, (a, b)| far.max((a - b).abs()));
+            assert!(far <= 1e-4 * most, "{length} tokens: {far} of {most}");
+        }
+    }
+}
+
+#[test]
+fn whole_blocks_on_the_host_and_scores_written_out_are_refused_by_name() {
+    let runtime = Arc::new(Runtime::host(config(PoolMode::Vmm, true)).unwrap());
+    let file = Arc::new(Gguf::open(&data(MODEL)).unwrap());
+    let placement = Placement { device_layers: Some(2), ..Placement::default() };
+    let error = models::load_placed(Arc::clone(&file), &runtime, &placement).unwrap_err();
+    assert!(matches!(error, Error::Unsupported { .. }) && error.to_string().contains("-cmoe"), "{error}");
+    let model = Arc::new(models::load(file, &runtime).unwrap());
+    let mut settings = settings(64, 8);
+    settings.flash_attention = false;
+    let error = Session::new(runtime, model, settings).unwrap_err();
+    assert!(matches!(error, Error::Unsupported { .. }) && error.to_string().contains("-fa on"), "{error}");
+}
+
+#[test]
+fn rounded_keys_change_what_comes_out_and_not_much() {
+    let logits = |rounded_keys| {
+        let mut config = config(PoolMode::Vmm, true);
+        config.rounded_keys = rounded_keys;
+        let mut session = session(MODEL, config, 64, 16);
+        session.feed(&ids(1, 40), |_, _, _| Ok(())).unwrap();
+        session.pick().unwrap();
+        session.last_logits().unwrap()
+    };
+    let (exact, rounded) = (logits(false), logits(true));
+    let most = exact.iter().fold(0f32, |most, value| most.max(value.abs()));
+    let mut far: Vec<f32> = exact.iter().zip(&rounded).map(|(a, b)| (a - b).abs() / most).collect();
+    far.sort_by(f32::total_cmp);
+    let median = far[far.len() / 2];
+    assert!(median > 1e-6 && median < 0.1, "{median}");
+}
+
+#[test]
+fn inputs_of_eight_bits_give_numbers_near_those_of_floats() {
+    let logits = |act| {
+        let mut config = config(PoolMode::Vmm, true);
+        config.act = act;
+        let mut session = session("deepseek-v4-q.gguf", config, 64, 16);
+        session.feed(&ids(1, 8), |_, _, _| Ok(())).unwrap();
+        session.pick().unwrap();
+        session.last_logits().unwrap()
+    };
+    let (floats, codes) = (logits(ActType::F32), logits(ActType::Q8));
+    assert_ne!(floats, codes);
+    let square = |row: &mut dyn Iterator<Item = f32>| row.map(|x| x * x).sum::<f32>().sqrt();
+    let far = square(&mut floats.iter().zip(&codes).map(|(a, b)| a - b)) / square(&mut floats.iter().copied());
+    assert!(far < 0.3, "{far}");
+}
+
+/// The model's file with one number of its metadata changed.
+fn changed(key: &str, value: impl Into<MetaValue>) -> Vec<u8> {
+    let file = Gguf::open(&data(MODEL)).unwrap();
+    let mut writer = Writer::new();
+    for (name, found) in file.metadata() {
+        match found {
+            _ if name == key => continue,
+            Value::F32(value) => writer.put(name, value),
+            Value::Bool(value) => writer.put(name, value),
+            Value::String(text) => writer.put(name, text),
+            Value::Array(list) => match list.iter().map(Value::as_i64).collect::<Option<Vec<_>>>() {
+                Some(list) => writer.put(name, list.into_iter().map(|value| value as i32).collect::<Vec<_>>()),
+                None => match list.iter().map(Value::as_f32).collect::<Option<Vec<_>>>() {
+                    Some(list) => writer.put(name, list),
+                    None => continue,
+                },
+            },
+            number => writer.put(name, number.as_u64().unwrap() as u32),
+        };
+    }
+    writer.put(key, value);
+    for tensor in file.tensors() {
+        writer.tensor(tensor.name(), tensor.quant_type(), tensor.dims(), file.data(tensor).to_vec());
+    }
+    writer.to_bytes().unwrap()
+}
+
+#[test]
+fn numbers_that_do_not_fit_are_named() {
+    let runtime = Runtime::host(config(PoolMode::Vmm, true)).unwrap();
+    let load = |bytes: Vec<u8>| models::load(Arc::new(Gguf::parse(Bytes::copy_of(&bytes)).unwrap()), &runtime);
+    let good = load(changed("deepseek4.expert_weights_scale", 1.5f32)).unwrap();
+    assert_eq!(good.depth(), 5);
+    let cases: [(&str, MetaValue); 9] = [
+        ("deepseek4.attention.compress_ratios", vec![0i32, 4].into()),
+        ("deepseek4.attention.compress_ratios", vec![0i32, 4, 64, 4, 0].into()),
+        ("deepseek4.attention.compress_ratios", vec![0i32, -4, 128, 4, 0].into()),
+        ("deepseek4.hyper_connection.count", 3u32.into()),
+        ("deepseek4.hyper_connection.sinkhorn_iterations", 0u32.into()),
+        ("deepseek4.attention.sliding_window", 0u32.into()),
+        ("deepseek4.attention.output_group_count", 3u32.into()),
+        ("deepseek4.attention.head_count_kv", 2u32.into()),
+        ("deepseek4.expert_gating_func", 9u32.into()),
+    ];
+    for (key, value) in cases {
+        let error = load(changed(key, value)).unwrap_err();
+        assert!(matches!(error, Error::Metadata { .. } | Error::Tensor { .. }), "{key}: {error}");
+    }
+}
