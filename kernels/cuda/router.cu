@@ -18,7 +18,7 @@ static EVG_DEVICE u32 best_of(const float* ranks, u32 count) {
 // The K best experts of each token and their weights. One warp a token; shared memory holds scores and ranks of all
 // experts and the sums of the groups.
 EVG_KERNEL(router, EVG_BOUNDS(32))(const char* logits, u64 stride, const char* bias, char* ids, char* weights, u32 tokens, u32 experts, u32 used,
-    u32 scoring, u32 groups, u32 groups_used, u32 norm, float scale) {
+    u32 scoring, u32 groups, u32 groups_used, u32 greatest, u32 norm, float scale) {
     evg_begin();
     EVG_DYNAMIC_SHARED(float, scores);
     float *ranks = scores + experts, *sums = ranks + experts;
@@ -50,7 +50,7 @@ EVG_KERNEL(router, EVG_BOUNDS(32))(const char* logits, u64 stride, const char* b
                     else if (r > second)
                         second = r;
                 }
-                sums[g] = first + second;
+                sums[g] = greatest == 1 ? first : first + second;
             }
             __syncwarp();
             // A group that is kept is marked by its sum: no sum of two ranks is this NaN.

@@ -49,6 +49,15 @@ impl HostBlock {
         Some(Self { ptr, layout })
     }
 
+    /// Memory that holds these bytes; none if there is not so much.
+    #[must_use]
+    pub fn copy_of(bytes: &[u8]) -> Option<Self> {
+        let block = Self::new(bytes.len())?;
+        // SAFETY: the block is as long, new, and nobody else's.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), block.ptr.as_ptr(), bytes.len()) };
+        Some(block)
+    }
+
     /// Its address.
     #[must_use]
     pub fn ptr(&self) -> DevicePtr {

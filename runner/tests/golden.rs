@@ -15,16 +15,32 @@ use evergraph_runner::sampling::Sampling;
 use serde_json::Value;
 
 /// Models whose weights are floats.
-const FLOATS: [&str; 5] =
-    ["gemma3.gguf", "gemma3-linear.gguf", "gemma4-dense.gguf", "gemma4-moe.gguf", "gemma4-e.gguf"];
-
-/// One of each kind: what goes with keys and values, experts in blocks of several types, per-layer embeddings, residual
-/// streams with compressed keys.
-const KINDS: [&str; 5] =
-    ["gemma3.gguf", "gemma4-dense.gguf", "gemma4-moe-q.gguf", "gemma4-e.gguf", "deepseek-v4-q.gguf"];
+const FLOATS: [&str; 7] = [
+    "gemma3.gguf",
+    "gemma3-linear.gguf",
+    "gemma4-dense.gguf",
+    "gemma4-moe.gguf",
+    "gemma4-e.gguf",
+    "deepseek-v2-lite.gguf",
+    "deepseek-v3.gguf",
+];
 
 /// Models of several residual streams, with compressed keys.
 const STREAMS: [&str; 2] = ["deepseek-v4.gguf", "deepseek-v4-q.gguf"];
+
+/// Models whose weights are in blocks, of several types.
+const BLOCKS: [&str; 2] = ["gemma4-moe-q.gguf", "deepseek-v3-q.gguf"];
+
+/// One of each kind: what goes with keys and values, experts in blocks of several types, per-layer embeddings, residual
+/// streams with compressed keys, one compressed cache for all heads.
+const KINDS: [&str; 6] = [
+    "gemma3.gguf",
+    "gemma4-dense.gguf",
+    "gemma4-moe-q.gguf",
+    "gemma4-e.gguf",
+    "deepseek-v4-q.gguf",
+    "deepseek-v3-q.gguf",
+];
 
 /// How far from its reference a model may be, as a part of the greatest value of a row.
 fn tolerance(model: &str) -> f64 {
@@ -203,7 +219,7 @@ fn check(model: &str, trace: &Trace) {
 
 #[test]
 fn the_prompt_in_one_step_gives_every_reference_value() {
-    for model in FLOATS.into_iter().chain(["gemma4-moe-q.gguf"]) {
+    for model in FLOATS.into_iter().chain(BLOCKS) {
         check(model, &trace(model, config(PoolMode::Vmm, true, None), KvType::F32, 512));
     }
 }
@@ -211,21 +227,21 @@ fn the_prompt_in_one_step_gives_every_reference_value() {
 #[test]
 fn the_prompt_in_small_steps_gives_every_reference_value() {
     // 7 does not divide 48, and the window of 16 spans several steps: the ring of the local layers wraps.
-    for model in FLOATS.into_iter().chain(["gemma4-moe-q.gguf"]) {
+    for model in FLOATS.into_iter().chain(BLOCKS) {
         check(model, &trace(model, config(PoolMode::Slab, true, None), KvType::F32, 7));
     }
 }
 
 #[test]
 fn the_prompt_token_by_token_gives_every_reference_value() {
-    for model in FLOATS.into_iter().chain(["gemma4-moe-q.gguf"]) {
+    for model in FLOATS.into_iter().chain(BLOCKS) {
         check(model, &trace(model, config(PoolMode::Vmm, false, None), KvType::F32, 1));
     }
 }
 
 #[test]
 fn scores_that_are_written_out_give_every_reference_value() {
-    for model in FLOATS.into_iter().chain(["gemma4-moe-q.gguf"]) {
+    for model in FLOATS.into_iter().chain(BLOCKS) {
         let run = |mode, graphs, ubatch| trace_with(model, config(mode, graphs, None), KvType::F32, ubatch, false);
         let sevens = run(PoolMode::Slab, true, 7);
         check(model, &run(PoolMode::Vmm, true, 512));
@@ -238,7 +254,7 @@ fn scores_that_are_written_out_give_every_reference_value() {
 
 #[test]
 fn half_precision_caches_change_little() {
-    for model in FLOATS.into_iter().chain(["gemma4-moe-q.gguf"]) {
+    for model in FLOATS.into_iter().chain(BLOCKS) {
         let exact = trace(model, config(PoolMode::Vmm, true, None), KvType::F32, 512);
         let greatest = |rows: &[Vec<f32>]| rows.iter().flatten().fold(0.0f32, |most, value| most.max(value.abs()));
         let scale = greatest(&exact.prompt);

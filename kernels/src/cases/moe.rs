@@ -1,7 +1,7 @@
 //! Cases of the choice of experts and of the sum over them.
 
 use super::Case;
-use crate::ops::{ExpertSum, GatherExperts, Router, Scoring};
+use crate::ops::{ExpertSum, GatherExperts, GroupRank, Router, Scoring};
 use crate::quant::QuantType;
 
 pub(super) fn cases() -> Vec<Case> {
@@ -23,7 +23,8 @@ pub(super) fn cases() -> Vec<Case> {
                 let bias = if bias { Some(t.noise(&[experts])?) } else { None };
                 let ids = t.ints(&[tokens, used], &vec![-1; tokens * used])?;
                 let (weights, norm) = (t.output(&[tokens, used])?, groups.is_none());
-                Ok(Box::new(Router { logits, bias, ids, weights, scoring, groups, norm, scale: 1.5 }))
+                let group_rank = if experts == 64 { GroupRank::Greatest } else { GroupRank::TwoGreatest };
+                Ok(Box::new(Router { logits, bias, ids, weights, scoring, groups, group_rank, norm, scale: 1.5 }))
             }));
         }
         list.push(Case::new("router", format!("{scoring:?} ties, NaN and infinities"), 2e-6, move |t| {
@@ -35,7 +36,8 @@ pub(super) fn cases() -> Vec<Case> {
             let (ids, weights) = (t.ints(&[4, 3], &[-1; 12])?, t.output(&[4, 3])?);
             let logits = t.floats(&[4, 8], &logits)?;
             let (bias, groups, norm) = (None, Some((4, 3)), true);
-            Ok(Box::new(Router { logits, bias, ids, weights, scoring, groups, norm, scale: 1.0 }))
+            let group_rank = GroupRank::TwoGreatest;
+            Ok(Box::new(Router { logits, bias, ids, weights, scoring, groups, group_rank, norm, scale: 1.0 }))
         }));
     }
     for (tokens, used, width) in [(1, 8, 2880), (3, 1, 7), (40, 4, 64), (2, 5, 4097)] {

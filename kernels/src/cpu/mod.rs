@@ -125,7 +125,7 @@ pub(crate) static KERNELS: &[HostKernel] = &[
     kernel("rms_norm", &[P, P, P, P, D, D, D, S, S, S, S, S, S, F, F, F, P, S, S, P, S, S], norm::rms_norm),
     kernel("rope", &[P, S, S, P, P, S, S, D, D, D, D, D, F, F, P, F, D, F, F], rope::rope),
     kernel("rope_tail", &[P, S, S, P, P, S, S, D, D, D, D, D, F, F, D, F, F], rope::rope_tail),
-    kernel("router", &[P, S, P, P, P, D, D, D, D, D, D, D, F], moe::router),
+    kernel("router", &[P, S, P, P, P, D, D, D, D, D, D, D, D, F], moe::router),
     kernel("sample", &[P, D, P, P, D, P], sample::sample),
     kernel("scale", &[P, S, P, S, D, D, F], elementwise::scale),
     kernel("soft_max", &[P, S, S, P, S, S, D, D, D], unfused::soft_max),

@@ -12,7 +12,7 @@ pub(super) fn router(ctx: &KernelContext<'_>) -> Result<(), Fault> {
     let mut a = Reader::new(ctx);
     let (logits, stride, bias, ids, weights) = (a.ptr()?, a.stride()?, a.optional()?, a.ptr()?, a.ptr()?);
     let (tokens, experts, used) = (a.dim()?, a.dim()?, a.dim()?);
-    let (scoring, groups, groups_used) = (a.dim()?, a.dim()?, a.dim()?);
+    let (scoring, groups, groups_used, greatest) = (a.dim()?, a.dim()?, a.dim()?, a.dim()? == 1);
     let (norm, scale) = (a.dim()? == 1, a.float()?);
     let logits = Rows::<f32>::read(ctx, logits, tokens, experts, stride)?;
     let bias = bias.map(|b| load::<f32>(ctx, b, experts)).transpose()?;
@@ -27,7 +27,7 @@ pub(super) fn router(ctx: &KernelContext<'_>) -> Result<(), Fault> {
             None => scores.clone(),
         };
         if groups > 1 {
-            keep_groups(&mut ranks, groups, groups_used);
+            keep_groups(&mut ranks, groups, groups_used, greatest);
         }
         let mut sum = 0.0;
         for (id, weight) in ids.iter_mut().zip(weights.iter_mut()) {
@@ -102,8 +102,8 @@ fn first_greatest(x: &[f32]) -> usize {
     best.unwrap_or(0)
 }
 
-/// Leaves the experts of the best groups; a group counts the sum of its two greatest.
-fn keep_groups(ranks: &mut [f32], groups: usize, groups_used: usize) {
+/// Leaves the experts of the best groups; a group counts its greatest, or the sum of its two greatest.
+fn keep_groups(ranks: &mut [f32], groups: usize, groups_used: usize, greatest: bool) {
     let size = ranks.len() / groups;
     let mut sums: Vec<f32> = ranks
         .chunks_exact(size)
@@ -116,7 +116,7 @@ fn keep_groups(ranks: &mut [f32], groups: usize, groups_used: usize) {
                     second = r;
                 }
             }
-            first + second
+            if greatest { first } else { first + second }
         })
         .collect();
     let mut keep = vec![false; groups];

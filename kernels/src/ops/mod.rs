@@ -88,7 +88,7 @@ pub use residual_norm::{Normed, Part, ResidualNorm};
 pub use rms_norm::RmsNorm;
 pub use rope::{Rope, RopeKind, Yarn};
 pub use rope_tail::RopeTail;
-pub use router::{Router, Scoring};
+pub use router::{GroupRank, Router, Scoring};
 pub use sample::{Sample, SampleState};
 pub use soft_max::SoftMax;
 pub use view::{MAX_RANK, Root, TensorView};

@@ -15,11 +15,21 @@ pub enum Scoring {
     SqrtSoftplus,
 }
 
+/// What a group of experts counts by.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum GroupRank {
+    /// The sum of its two greatest `s + bias` (DeepSeek-V3).
+    #[default]
+    TwoGreatest,
+    /// Its greatest `s + bias` (DeepSeek-V2).
+    Greatest,
+}
+
 /// The top K experts of each token and their weights, in `f32`.
 ///
 /// `s = scoring(logits)`; chosen are the K greatest `s + bias`, best first, ties to the lowest index. Weights are
 /// `s` of the chosen (never the biased value), over their sum if `norm`, times `scale`. With groups only experts
-/// of the best groups compete; a group counts the sum of its two greatest `s + bias`.
+/// of the best groups compete; a group counts as [`GroupRank`] says.
 #[derive(Clone, Debug)]
 pub struct Router {
     /// `[T, E]` F32, at most 4096 experts.
@@ -34,6 +44,8 @@ pub struct Router {
     pub scoring: Scoring,
     /// (groups, groups used); none or (1, 1) means all experts compete.
     pub groups: Option<(u32, u32)>,
+    /// What a group counts.
+    pub group_rank: GroupRank,
     /// Whether weights are divided by their sum.
     pub norm: bool,
     /// Factor of the weights.
@@ -111,6 +123,7 @@ impl Op for Router {
             })
             .dim(groups as usize)
             .dim(groups_used as usize)
+            .dim(usize::from(self.group_rank == GroupRank::Greatest))
             .dim(usize::from(self.norm))
             .float(self.scale)
     }

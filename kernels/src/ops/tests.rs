@@ -435,6 +435,7 @@ fn routers_refuse_groups_and_counts_that_do_not_divide() {
         weights: f32s("w", &[2, used]),
         scoring: Scoring::Softmax,
         groups,
+        group_rank: GroupRank::default(),
         norm: true,
         scale: 1.0,
     };

@@ -11,7 +11,7 @@ use evergraph_graphcache::Scope;
 use evergraph_kernels::Kernels;
 use evergraph_kernels::ops::{
     Activation, Advance, Attention, AttentionScores, AttentionValues, Copy, ExpertMatMul, ExpertSum, GetRows, Glu,
-    KvStore, MatMul, Plan, RmsNorm, Rope, Router, Sample, Scoring, SoftMax, TensorView,
+    GroupRank, KvStore, MatMul, Plan, RmsNorm, Rope, Router, Sample, Scoring, SoftMax, TensorView,
 };
 use evergraph_kernels::quant::QuantType;
 use evergraph_pool::driver::Faulty;
@@ -247,6 +247,7 @@ fn experts(bench: Bench<'_>, layer: &Layer, h: &TensorView) -> Result<()> {
         weights: weights.view.clone(),
         scoring: Scoring::Softmax,
         groups: None,
+        group_rank: GroupRank::default(),
         norm: true,
         scale: 1.0,
     })?;

@@ -7,8 +7,9 @@ use evergraph_kernels::ops::{
 use super::block::{Shared, fitted};
 use super::input::Input;
 use super::kv::{KvCache, LayerCache};
+use super::latent::Latent;
 use crate::engine::Step;
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// Grouped attention with normed and rotated heads.
 #[derive(Debug)]
@@ -27,17 +28,17 @@ pub struct AttentionPart {
     pub rotation: Rotation,
     /// Factor of the scores.
     pub scale: f32,
-    /// `[heads * key_dim, D]`.
+    /// `[heads * key_dim, D]`; what it is with a compressed cache, [`Latent`] says.
     pub q: TensorView,
-    /// `[key_dim]`.
-    pub q_norm: TensorView,
+    /// `[key_dim]`; none with a compressed cache.
+    pub q_norm: Option<TensorView>,
     /// Where keys and values come from.
     pub kv: KeyValue,
     /// `[D, heads * value_dim]`.
     pub output: TensorView,
 }
 
-/// Rotary embedding of heads, in halves.
+/// Rotary embedding of heads, in halves (with a compressed cache, in neighbours).
 #[derive(Clone, Debug)]
 pub struct Rotation {
     /// The first elements of a head that are rotated.
@@ -57,6 +58,8 @@ pub enum KeyValue {
     Own(Box<OwnKeyValue>),
     /// Those in the cache of the block of this number, which comes before.
     Of(usize),
+    /// One compressed row for all heads.
+    Latent(Box<Latent>),
 }
 
 /// How a block makes its keys and values.
@@ -115,21 +118,44 @@ impl Scores {
 impl AttentionPart {
     /// The weights of all its products.
     pub(super) fn products(&self) -> impl Iterator<Item = &TensorView> {
-        self.projections().chain([&self.output])
+        self.projections()
+            .chain(self.latent().into_iter().flat_map(|latent| latent.products(self)))
+            .chain([&self.output])
     }
 
     /// The weights of the products with its input.
     pub(super) fn projections(&self) -> impl Iterator<Item = &TensorView> {
-        let (k, v) = match &self.kv {
-            KeyValue::Own(own) => (Some(&own.k), own.v.as_ref()),
-            KeyValue::Of(_) => (None, None),
+        let (q, k, v) = match &self.kv {
+            KeyValue::Own(own) => (&self.q, Some(&own.k), own.v.as_ref()),
+            KeyValue::Of(_) => (&self.q, None, None),
+            KeyValue::Latent(latent) => (latent.first(self), Some(&latent.kv_a), None),
         };
-        [Some(&self.q), k, v].into_iter().flatten()
+        [Some(q), k, v].into_iter().flatten()
+    }
+
+    /// How it goes about a compressed cache, if that is what it has.
+    pub(super) fn latent(&self) -> Option<&Latent> {
+        match &self.kv {
+            KeyValue::Latent(latent) => Some(latent),
+            KeyValue::Own(_) | KeyValue::Of(_) => None,
+        }
+    }
+
+    /// Elements of what attention makes for each token, and of the widest input of a product that is not the block's own.
+    pub(super) fn widest(&self) -> usize {
+        let inputs = self.output.cols().max(self.latent().map_or(0, |_| self.q.cols()));
+        inputs.max(self.heads * self.value_dim)
     }
 
     /// What attention adds for the normed input `x`, into `shared.y`.
     pub(super) fn forward(&self, step: &mut Step<'_>, shared: &Shared, x: &Input, cache: &LayerCache) -> Result<()> {
+        if let Some(latent) = self.latent() {
+            return latent.forward(self, step, shared, x, cache);
+        }
         let (tokens, positions, eps) = (shared.positions.dim(0), &shared.positions, shared.eps);
+        let Some(q_norm) = &self.q_norm else {
+            return Err(Error::CheckFailed("heads of queries without a norm".to_owned()));
+        };
         let q = fitted(&shared.q, tokens, self.heads * self.key_dim)?;
         x.times(step, &self.q, &q)?;
         let q = q.heads(self.heads)?;
@@ -156,12 +182,12 @@ impl AttentionPart {
                     ring: cache.ring,
                 })
             }
-            KeyValue::Of(_) => None,
+            KeyValue::Of(_) | KeyValue::Latent(_) => None,
         };
         let Rotation { dims, base, scale, factors } = &self.rotation;
         step.push(AttentionHeads {
             q: q.clone(),
-            q_norm: self.q_norm.clone(),
+            q_norm: q_norm.clone(),
             new,
             positions: positions.clone(),
             eps,
@@ -177,7 +203,7 @@ impl AttentionPart {
     }
 
     /// Attention of the queries `[T, heads, key_dim]` over the cache, in one kernel or with its scores in memory.
-    fn attend(
+    pub(super) fn attend(
         &self,
         step: &mut Step<'_>,
         shared: &Shared,

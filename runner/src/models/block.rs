@@ -7,14 +7,15 @@ use super::experts::{Fetched, RouterScratch};
 use super::feed_forward::{self, Branch, BranchInput};
 use super::input::Place;
 use super::kv::LayerCache;
+use super::latent::LatentScratch;
 use super::layer_input::LayerInput;
 use super::residual::{self, Wanted};
 use super::streamed::Streamed;
 use crate::engine::Step;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::placement::Home;
 
-/// A pre- and post-normed residual block.
+/// A residual block: norms before its parts, and after them in some models.
 #[derive(Debug)]
 pub struct Block {
     /// Where it is.
@@ -23,12 +24,12 @@ pub struct Block {
     pub attn_norm: TensorView,
     /// Attention.
     pub attention: AttentionPart,
-    /// Norm of what attention adds, `[D]`.
-    pub post_attn_norm: TensorView,
+    /// Norm of what attention adds, `[D]`, if there is one.
+    pub post_attn_norm: Option<TensorView>,
     /// Feed-forward parts, side by side.
     pub branches: Vec<Branch>,
-    /// Norm of what they add, `[D]`.
-    pub post_ffn_norm: TensorView,
+    /// Norm of what they add, `[D]`, if there is one.
+    pub post_ffn_norm: Option<TensorView>,
     /// How the block takes in its own input, in models that have one for each block.
     pub input: Option<LayerInput>,
     /// Factor of the block's output.
@@ -50,6 +51,8 @@ pub(super) struct Shared {
     pub(super) k: TensorView,
     pub(super) v: TensorView,
     pub(super) a: TensorView,
+    /// Of attention over a compressed cache.
+    pub(super) latent: Option<LatentScratch>,
     pub(super) gate: TensorView,
     pub(super) up: TensorView,
     pub(super) router: Option<RouterScratch>,
@@ -95,7 +98,7 @@ impl<'a> Parts<'a> {
                 most(attentions().map(|part| part.heads * part.key_dim)),
                 most(own().map(|part| part.kv_heads * part.key_dim)),
                 most(own().map(|part| part.kv_heads * part.value_dim)),
-                most(attentions().map(|part| part.heads * part.value_dim)),
+                most(attentions().map(|part| part.widest())),
             ],
             input: most(blocks.iter().filter_map(|block| block.input.as_ref()).map(|input| input.gate.dim(0))),
         }
@@ -111,7 +114,10 @@ impl Shared {
         width: usize,
         eps: f32,
     ) -> Result<Self> {
-        Self::of(step, &Parts::of(blocks), positions, width, eps)
+        let mut shared = Self::of(step, &Parts::of(blocks), positions, width, eps)?;
+        let attentions = blocks.iter().map(|block| &block.attention);
+        shared.latent = LatentScratch::new(step, attentions, positions.dim(0))?;
+        Ok(shared)
     }
 
     /// The same for blocks that are given by their parts.
@@ -159,6 +165,7 @@ impl Shared {
             k: step.floats("k", &[tokens, k])?,
             v: step.floats("v", &[tokens, v])?,
             a: step.floats("attention", &[tokens, attended])?,
+            latent: None,
             gate: step.floats("ffn gate", &[tokens, hidden])?,
             up: step.floats("ffn up", &[tokens, most(here().map(|part| part.up()))])?,
             router: RouterScratch::new(
@@ -217,9 +224,9 @@ impl Block {
         next: Option<&Wanted>,
     ) -> Result<()> {
         let (y, eps) = (&shared.y, shared.eps);
-        let sum = |parts: Vec<Part>, weight: &TensorView, gain: f32| {
+        let sum = |parts: Vec<Part>, weight: &Option<TensorView>, gain: f32| {
             let (h, weight) = (h.clone(), weight.clone());
-            ResidualNorm { h, parts, weight: Some(weight), gain, eps, normed: Vec::new() }
+            ResidualNorm { h, parts, weight, gain, eps, normed: Vec::new() }
         };
         self.attention.forward(step, shared, x.input(), cache)?;
         let inputs = feed_forward::inputs(&self.branches, step, shared)?;
@@ -231,7 +238,12 @@ impl Block {
             Some((part, input)) => {
                 residual::fold(step, &parts, y, eps)?;
                 let gated = part.gated(shared, h)?;
-                gated.norm(step, RmsNorm::add_to(h.clone(), y.clone(), self.post_ffn_norm.clone(), eps))?;
+                let Some(norm) = self.post_ffn_norm.clone() else {
+                    return Err(Error::CheckFailed(
+                        "a block with an input of its own and no norm before it".to_owned(),
+                    ));
+                };
+                gated.norm(step, RmsNorm::add_to(h.clone(), y.clone(), norm, eps))?;
                 part.forward(step, shared, gated, input, self.gain, next)
             }
             None => residual::add(step, sum(parts, &self.post_ffn_norm, self.gain), next),

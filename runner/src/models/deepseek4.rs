@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use evergraph_kernels::ops::{Activation, Scoring, Yarn};
+use evergraph_kernels::ops::{Activation, GroupRank, Scoring, Yarn};
 
 use super::compressed::{CompressedPart, Compressor, Indexer, Tail};
 use super::decoder::Decoder;
@@ -325,6 +325,7 @@ fn branches(weights: &Weights, shape: &Shape, index: usize) -> Result<Vec<Branch
                 scoring: shape.scoring,
                 bias,
                 groups: None,
+                group_rank: GroupRank::default(),
                 norm: shape.weights_norm,
                 scale: shape.weights_scale,
                 table,

@@ -1,7 +1,7 @@
 //! Experts and their router: on the device, on the host, or fetched from there.
 
 use evergraph_kernels::ops::{
-    Activation, ExpertSum, GatherExperts, Glu, HashRouter, RmsNorm, Router, Scoring, TensorView,
+    Activation, ExpertSum, GatherExperts, Glu, GroupRank, HashRouter, RmsNorm, Router, Scoring, TensorView,
 };
 use evergraph_kernels::quant::QuantType;
 
@@ -49,6 +49,8 @@ pub struct Choice {
     pub bias: Option<TensorView>,
     /// (groups, groups used).
     pub groups: Option<(u32, u32)>,
+    /// What a group counts by.
+    pub group_rank: GroupRank,
     /// Whether weights are divided by their sum.
     pub norm: bool,
     /// Factor of the weights.
@@ -61,7 +63,8 @@ impl Choice {
     /// The best by softmax, whose weights sum up to one.
     #[must_use]
     pub fn softmax() -> Self {
-        Self { scoring: Scoring::Softmax, bias: None, groups: None, norm: true, scale: 1.0, table: None }
+        let (scoring, group_rank) = (Scoring::Softmax, GroupRank::default());
+        Self { scoring, bias: None, groups: None, group_rank, norm: true, scale: 1.0, table: None }
     }
 
     /// Appends the choice: which experts for each token, and with what weight.
@@ -73,7 +76,7 @@ impl Choice {
         [ids, weights]: [&TensorView; 2],
     ) -> Result<()> {
         let (ids, weights) = (ids.clone(), weights.clone());
-        let &Self { scoring, groups, norm, scale, .. } = self;
+        let &Self { scoring, groups, group_rank, norm, scale, .. } = self;
         match (&self.table, &shared.tokens) {
             (Some(table), Some(tokens)) => {
                 let (table, tokens) = (table.clone(), tokens.clone());
@@ -81,7 +84,8 @@ impl Choice {
             }
             (Some(_), None) => Err(Error::CheckFailed("experts by the token's number, without tokens".to_owned())),
             (None, _) => {
-                step.push(Router { logits, bias: self.bias.clone(), ids, weights, scoring, groups, norm, scale })
+                let bias = self.bias.clone();
+                step.push(Router { logits, bias, ids, weights, scoring, groups, group_rank, norm, scale })
             }
         }
     }

@@ -151,7 +151,7 @@ fn block(weights: &Weights, shape: &Shape, index: usize) -> Result<Block> {
             },
             scale: shape.attention_scale(),
             q: there("attn_q", q)?,
-            q_norm: weights.vector(&name("attn_q_norm"), shape.key_dim)?,
+            q_norm: Some(weights.vector(&name("attn_q_norm"), shape.key_dim)?),
             kv: KeyValue::Own(Box::new(OwnKeyValue {
                 k: there("attn_k", k)?,
                 v: Some(there("attn_v", v)?),
@@ -160,9 +160,9 @@ fn block(weights: &Weights, shape: &Shape, index: usize) -> Result<Block> {
             })),
             output: weights.get(&name("attn_output"), &[width, shape.heads * shape.value_dim])?,
         },
-        post_attn_norm: norm("post_attention_norm")?,
+        post_attn_norm: Some(norm("post_attention_norm")?),
         branches: vec![Branch { norm: norm("ffn_norm")?, part: feed_forward(weights, shape, &name)?, post_norm: None }],
-        post_ffn_norm: norm("post_ffw_norm")?,
+        post_ffn_norm: Some(norm("post_ffw_norm")?),
         input: None,
         gain: 1.0,
     })

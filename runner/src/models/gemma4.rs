@@ -221,9 +221,9 @@ fn block(weights: &Weights, shape: &Shape, index: usize, layer: &Layer) -> Resul
         home,
         attn_norm: norm("attn_norm")?,
         attention: attention(weights, shape, layer, &name, factors)?,
-        post_attn_norm: norm("post_attention_norm")?,
+        post_attn_norm: Some(norm("post_attention_norm")?),
         branches: branches(weights, shape, index, layer)?,
-        post_ffn_norm: norm("post_ffw_norm")?,
+        post_ffn_norm: Some(norm("post_ffw_norm")?),
         input,
         gain: weights.find_number(&name("layer_output_scale"))?.unwrap_or(1.0),
     })
@@ -265,7 +265,7 @@ fn attention(
         rotation: Rotation { dims: rotated, base: rope_base, scale: 1.0, factors },
         scale: 1.0,
         q: q.ok_or_else(|| missing(&name("attn_q")))?,
-        q_norm: weights.vector(&name("attn_q_norm"), key_dim)?,
+        q_norm: Some(weights.vector(&name("attn_q_norm"), key_dim)?),
         kv,
         output: weights.get(&name("attn_output"), &[shape.width, heads * value_dim])?,
     })

@@ -3,7 +3,9 @@
 //! A product with a weight on the host is done there, one at a time: its input crosses, and its result comes back.
 
 use evergraph_kernels::host::HOST;
-use evergraph_kernels::ops::{Codes, Copy, ExpertMatMul, GetRows, Glu, MatMul, Quantize, RmsNorm, TensorView};
+use evergraph_kernels::ops::{
+    Codes, Copy, ExpertMatMul, GetRows, Glu, HeadMatMul, MatMul, Quantize, RmsNorm, TensorView,
+};
 use evergraph_kernels::quant::QuantType;
 
 use crate::engine::{ActType, Step};
@@ -274,6 +276,20 @@ pub(super) fn get_rows(
     let asked = step.on_host(|step| step.push(rows(there.host, made.host)))?;
     step.wait(asked)?;
     step.push(Copy { src: made.device, dst: out.clone() })
+}
+
+/// Appends `y[t, h] = w[h] x[t, h]`, where the weights are.
+pub(super) fn times_heads(step: &mut Step<'_>, x: &TensorView, w: &TensorView, y: &TensorView) -> Result<()> {
+    let product = |x, y| HeadMatMul { w: w.clone(), x, y };
+    if !is_on_host(w) || step.is_on_host() {
+        return step.push(product(x.clone(), y.clone()));
+    }
+    let there = step.crossing("input of heads on the host", x.ty(), x.shape())?;
+    step.push(Copy { src: x.clone(), dst: there.device })?;
+    let made = step.crossing("product of heads of the host", y.ty(), y.shape())?;
+    let asked = step.on_host(|step| step.push(product(there.host, made.host)))?;
+    step.wait(asked)?;
+    step.push(Copy { src: made.device, dst: y.clone() })
 }
 
 /// Whether a tensor is on the host.

@@ -20,7 +20,7 @@ use crate::placement::Home;
 pub struct LayerCache {
     /// `[C, kv_heads, key_dim]`.
     pub k: TensorView,
-    /// `[C, kv_heads, value_dim]`.
+    /// `[C, kv_heads, value_dim]`; of a compressed cache, the first columns of `k`.
     pub v: TensorView,
     /// Whether position `p` is in row `p mod C`: a sliding layer keeps its window only.
     pub ring: bool,
@@ -62,6 +62,8 @@ pub struct KvCache {
     /// Queries whose scores are written out at a time.
     queries: usize,
     on_gpu: bool,
+    /// Tokens from which on a text is long for one token's attention in one kernel.
+    long: usize,
     /// Tokens that steps may reach now, and ever.
     end: usize,
     context: usize,
@@ -100,8 +102,11 @@ impl Growing {
 /// Where attention's scores are written out, their length goes by steps of so many tokens.
 const LENGTHS: usize = 256;
 
-/// Tokens from which on a text is long for one token's attention in one kernel.
+/// Tokens from which on a text is long for one token's attention in one kernel: that has a block for some heads of each key head.
 const LONG: usize = 1024;
+
+/// The same where all heads share a key head.
+const LONG_OF_ONE: usize = 128;
 
 impl LayerCache {
     /// Rows that scores are written out for in a step that reaches so many tokens.
@@ -147,6 +152,7 @@ impl KvCache {
             scores_written: false,
             queries: batch,
             on_gpu: false,
+            long: LONG,
             end: 0,
             context,
         };
@@ -269,13 +275,31 @@ impl KvCache {
                 Ok::<_, crate::Error>(view)
             };
             let k = tensor("key", types.0, part.key_dim)?;
-            let v = tensor("value", types.1, part.value_dim)?;
+            let v = match part.latent() {
+                // Values are the first part of the row.
+                Some(_) => k.narrow(2, 0, part.value_dim)?,
+                None => tensor("value", types.1, part.value_dim)?,
+            };
             layers.push(LayerCache { k, v, ring: kept < context, on_host, compressed: Vec::new() });
         }
         let touches = growing.iter().map(|growing| growing.slice.touch(0)).collect();
         let (reached, scores_written, queries, end) = (0, false, batch, 0);
         let on_gpu = runtime.target().backend != "host";
-        Ok(Self { layers, fixed, rings, growing, touches, reached, scores_written, queries, on_gpu, end, context })
+        let long = if blocks.iter().any(|block| block.attention.latent().is_some()) { LONG_OF_ONE } else { LONG };
+        Ok(Self {
+            long,
+            layers,
+            fixed,
+            rings,
+            growing,
+            touches,
+            reached,
+            scores_written,
+            queries,
+            on_gpu,
+            end,
+            context,
+        })
     }
 
     /// Has attention's scores written out, in scratch as long as the text, in place of one kernel that does without.
@@ -311,7 +335,7 @@ impl KvCache {
     /// Whether a step of so many tokens has scores of long caches written out although one kernel would do without: for a
     /// single token of a long text that kernel has too few rows to spread over a device, the other three spread over the keys.
     fn spreads(&self, tokens: usize) -> bool {
-        tokens == 1 && self.on_gpu && self.end > LONG
+        tokens == 1 && self.on_gpu && self.end > self.long
     }
 
     /// Whether attention over a layer's cache is to write its scores out, in a step that has [room](Self::scored) for them.

@@ -4,6 +4,7 @@ mod attention;
 mod block;
 mod compressed;
 mod decoder;
+mod deepseek2;
 mod deepseek4;
 mod experts;
 mod feed_forward;
@@ -13,6 +14,7 @@ mod hyper;
 mod input;
 mod keys;
 mod kv;
+mod latent;
 mod layer_input;
 mod reads;
 mod residual;
@@ -32,6 +34,7 @@ pub use feed_forward::{Branch, Dense, FeedForward};
 pub use hyper::Mixer;
 pub(crate) use kv::Rings;
 pub use kv::{CompressedCache, KvCache, LayerCache};
+pub use latent::Latent;
 pub use layer_input::{LayerInput, LayerInputs};
 pub use streams::{StreamBlock, StreamStack};
 pub use weights::Weights;
@@ -45,8 +48,12 @@ use crate::placement::Placement;
 type Load = fn(Arc<Gguf>, &Runtime, &Placement) -> Result<Decoder>;
 
 /// What is there, by the name that files give it (`general.architecture`).
-const ARCHITECTURES: &[(&str, Load)] =
-    &[("deepseek4", deepseek4::load), ("gemma3", gemma3::load), ("gemma4", gemma4::load)];
+const ARCHITECTURES: &[(&str, Load)] = &[
+    ("deepseek2", deepseek2::load),
+    ("deepseek4", deepseek4::load),
+    ("gemma3", gemma3::load),
+    ("gemma4", gemma4::load),
+];
 
 /// Builds the model that a file holds, all of it on the device.
 ///

@@ -41,7 +41,8 @@ impl Decoder {
                     positions.len().saturating_add(window as usize).saturating_sub(1).min(positions.end)
                 });
                 let width = |dim: usize, ty: KvType| dim.saturating_mul(ty.quant_type().type_bytes());
-                let row = width(part.key_dim, types.0).saturating_add(width(part.value_dim, types.1));
+                let values = if part.latent().is_some() { 0 } else { part.value_dim };
+                let row = width(part.key_dim, types.0).saturating_add(width(values, types.1));
                 seen.saturating_mul(part.kv_heads).saturating_mul(row) as u64
             })
             .chain(streams)

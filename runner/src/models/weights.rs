@@ -1,8 +1,9 @@
 //! A model's weights on a device, found by name and checked against the shape that the model needs.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use evergraph_kernels::host::{HOST, Keep};
+use evergraph_kernels::host::{HOST, HostBlock, Keep};
 use evergraph_kernels::ops::{Root, TensorView};
 use evergraph_pool::driver::{DeviceOrdinal, DevicePtr};
 use evergraph_pool::{DeviceSlice, Purpose, RegisteredHost, Staging, Tracked, Use};
@@ -29,6 +30,11 @@ pub struct Weights {
     blocks: usize,
     /// What stays on the host and may be copied to the device, where that has to know of it.
     registered: Vec<(RegisteredHost, u64)>,
+    /// Tensors of the file that the model does not read.
+    unread: BTreeSet<String>,
+    /// What was made of them, on the device and on the host.
+    made: Vec<DeviceSlice<u8>>,
+    made_on_host: Vec<Arc<HostBlock>>,
 }
 
 #[derive(Debug)]
@@ -59,9 +65,33 @@ impl Weights {
     /// # Errors
     /// Those of the pool and the driver.
     pub fn load(file: Arc<Gguf>, runtime: &Runtime, placement: &Placement, blocks: usize) -> Result<Self> {
+        Self::load_some(file, runtime, placement, blocks, &|_| true)
+    }
+
+    /// As [`load`](Self::load), but for tensors that the model does not `read`: they take no memory of the device.
+    ///
+    /// # Errors
+    /// Those of the pool and the driver.
+    pub fn load_some(
+        file: Arc<Gguf>,
+        runtime: &Runtime,
+        placement: &Placement,
+        blocks: usize,
+        read: &dyn Fn(&str) -> bool,
+    ) -> Result<Self> {
         let (device, placement) = (runtime.device(), placement.clone());
-        let mut weights =
-            Self { file, device, store: Store::Mapped(Vec::new()), placement, blocks, registered: Vec::new() };
+        let names = file.tensors().iter().map(TensorInfo::name);
+        let mut weights = Self {
+            unread: names.filter(|name| !read(name)).map(str::to_owned).collect(),
+            file,
+            device,
+            store: Store::Mapped(Vec::new()),
+            placement,
+            blocks,
+            registered: Vec::new(),
+            made: Vec::new(),
+            made_on_host: Vec::new(),
+        };
         weights.store = if runtime.reads_in_place() {
             let register = |bytes: &Arc<Bytes>| {
                 let bytes: Arc<dyn evergraph_pool::HostMemory> = Arc::clone(bytes) as _;
@@ -70,7 +100,7 @@ impl Weights {
             Store::Mapped(weights.file.parts().map(register).collect::<Result<_>>()?)
         } else {
             let dense = |tensor: &TensorInfo| is_dense(tensor) && weights.home(tensor.name()) == Home::Device;
-            if weights.file.tensors().iter().any(dense) {
+            if weights.read().any(dense) {
                 runtime.prepare_products()?;
             }
             weights.registered = weights.register(runtime)?;
@@ -81,7 +111,7 @@ impl Weights {
 
     /// Makes the host's matrices known to the device, so that it copies them at full speed.
     fn register(&self, runtime: &Runtime) -> Result<Vec<(RegisteredHost, u64)>> {
-        let on_host = self.file.tensors().iter().filter(|tensor| self.home(tensor.name()) == Home::Host);
+        let on_host = self.read().filter(|tensor| self.home(tensor.name()) == Home::Host);
         let mut ranges: Vec<(usize, std::ops::Range<usize>)> = on_host
             .map(|tensor| {
                 // Whole pages, since those are what is locked.
@@ -157,7 +187,7 @@ impl Weights {
         let mut staging = if runtime.is_rehearsal() { None } else { Some(Staging::new(runtime.stream())?) };
         let mut slices = Vec::with_capacity(self.file.tensors().len());
         for tensor in self.file.tensors() {
-            if self.home(tensor.name()) == Home::Host {
+            if self.home(tensor.name()) == Home::Host || !self.reads(tensor.name()) {
                 slices.push(None);
                 continue;
             }
@@ -170,6 +200,51 @@ impl Weights {
         }
         staging.map_or(Ok(()), Staging::finish)?;
         Ok(slices)
+    }
+
+    /// Makes a tensor of those that are not read as they are: `bytes` of it, where `home` says.
+    ///
+    /// # Errors
+    /// Those of the pool and the driver; [`Error::HostMemory`].
+    pub(super) fn make(
+        &mut self,
+        runtime: &Runtime,
+        home: Home,
+        name: &str,
+        (ty, shape): (QuantType, &[usize]),
+        bytes: &[u8],
+    ) -> Result<TensorView> {
+        if home == Home::Host {
+            let block = HostBlock::copy_of(bytes).ok_or(Error::HostMemory { bytes: bytes.len() })?;
+            let view = evergraph_kernels::host::tensor(&block, name, ty, shape)?;
+            self.made_on_host.push(Arc::new(block));
+            return Ok(view);
+        }
+        let slice = runtime.pool().alloc_for(bytes.len(), Purpose::Weight, runtime.stream())?;
+        if !runtime.is_rehearsal() {
+            runtime.stream().upload(bytes, &slice)?;
+        }
+        let view = crate::engine::view_of(&slice, name, self.device, ty, shape)?;
+        self.made.push(slice);
+        Ok(view)
+    }
+
+    /// Whether the model reads this tensor of the file.
+    #[must_use]
+    pub fn reads(&self, name: &str) -> bool {
+        !self.unread.contains(name)
+    }
+
+    /// The tensors of the file that the model reads.
+    pub fn read(&self) -> impl Iterator<Item = &TensorInfo> {
+        self.file.tensors().iter().filter(|tensor| self.reads(tensor.name()))
+    }
+
+    /// What was made of the file's tensors: bytes on the device, and on the host.
+    #[must_use]
+    pub fn made_bytes(&self) -> (usize, usize) {
+        let on_host = self.made_on_host.iter().map(|block| block.bytes());
+        (self.made.iter().map(DeviceSlice::bytes).sum(), on_host.sum())
     }
 
     /// Where block `index` is.
@@ -198,13 +273,14 @@ impl Weights {
     /// Whether the host has a share in this model.
     #[must_use]
     pub fn any_on_host(&self) -> bool {
-        !self.placement.is_plain() && self.file.tensors().iter().any(|tensor| self.home(tensor.name()) == Home::Host)
+        !self.placement.is_plain() && self.read().any(|tensor| self.home(tensor.name()) == Home::Host)
     }
 
     /// What keeps the files in memory, for whoever reads tensors on the host.
     #[must_use]
     pub fn keep(&self) -> Vec<Keep> {
-        self.file.parts().map(|bytes| Arc::clone(bytes) as Keep).collect()
+        let made = self.made_on_host.iter().map(|block| Arc::clone(block) as Keep);
+        self.file.parts().map(|bytes| Arc::clone(bytes) as Keep).chain(made).collect()
     }
 
     /// The file.
@@ -220,6 +296,7 @@ impl Weights {
             Store::Uploaded(list) => list.iter().flatten().map(|slice| (slice as &dyn Tracked, Use::Weight)).collect(),
         };
         uses.extend(self.registered.iter().map(|(range, _)| (range as &dyn Tracked, Use::Weight)));
+        uses.extend(self.made.iter().map(|slice| (slice as &dyn Tracked, Use::Weight)));
         uses
     }
 
@@ -256,30 +333,30 @@ impl Weights {
 
     fn find_on(&self, home: Home, name: &str, shape: &[usize]) -> Result<Option<TensorView>> {
         let Some(view) = self.place_on(home, name, shape)? else { return Ok(None) };
-        if view.ty().supported() {
-            return Ok(Some(view));
-        }
-        Err(Error::Unsupported {
-            what: "this tensor type",
-            found: format!("{} in {name}", view.ty()),
-            advice: "another quantisation of the model (Q4_K_M, Q8_0, F16 …)".to_owned(),
-        })
+        readable(name, view.ty())?;
+        Ok(Some(view))
     }
 
     /// A tensor of this shape and any type, read on this side.
     fn place_on(&self, home: Home, name: &str, shape: &[usize]) -> Result<Option<TensorView>> {
         let Some(tensor) = self.file.tensor(name) else { return Ok(None) };
-        let found: Vec<u64> = tensor.shape();
-        if found.len() != shape.len() || found.iter().zip(shape).any(|(&found, &wanted)| found != wanted as u64) {
-            return Err(Error::tensor(name, format!("shape {shape:?}"), format!("{found:?}")));
-        }
-        let ty = tensor.quant_type();
+        check_shape(tensor, shape)?;
         let (ptr, allocation, device) = match home {
             Home::Device => self.place(tensor)?,
             Home::Host => (DevicePtr(address(self.file.data(tensor))), 0, HOST),
         };
         let root = Root::with_allocation(name, ptr, tensor.bytes() as usize, device, allocation);
-        Ok(Some(TensorView::new(&root, ty, shape)?))
+        Ok(Some(TensorView::new(&root, tensor.quant_type(), shape)?))
+    }
+
+    /// The type and the bytes of a tensor that others are made of.
+    ///
+    /// # Errors
+    /// As [`get`](Self::get).
+    pub(super) fn source(&self, name: &str, shape: &[usize]) -> Result<(QuantType, &[u8])> {
+        let tensor = self.file.tensor(name).ok_or_else(|| missing(name))?;
+        check_shape(tensor, shape)?;
+        Ok((readable(name, tensor.quant_type())?, self.file.data(tensor)))
     }
 
     /// A vector of floats, such as a norm's weight.
@@ -377,6 +454,27 @@ impl Weights {
             }
         }
     }
+}
+
+/// Whether a tensor has a shape.
+fn check_shape(tensor: &TensorInfo, shape: &[usize]) -> Result<()> {
+    let found: Vec<u64> = tensor.shape();
+    if found.len() == shape.len() && found.iter().zip(shape).all(|(&found, &wanted)| found == wanted as u64) {
+        return Ok(());
+    }
+    Err(Error::tensor(tensor.name(), format!("shape {shape:?}"), format!("{found:?}")))
+}
+
+/// A type that kernels read.
+fn readable(name: &str, ty: QuantType) -> Result<QuantType> {
+    if ty.supported() {
+        return Ok(ty);
+    }
+    Err(Error::Unsupported {
+        what: "this tensor type",
+        found: format!("{ty} in {name}"),
+        advice: "another quantisation of the model (Q4_K_M, Q8_0, F16 …)".to_owned(),
+    })
 }
 
 /// What is wrong with a file that lacks a tensor.

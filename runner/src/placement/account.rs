@@ -62,7 +62,7 @@ impl Account {
     pub fn of(session: &Session) -> Self {
         let (weights, cache, runtime) = (&session.model().weights, session.cache(), session.runtime());
         let mut account = Self { in_place: runtime.reads_in_place(), ..Self::default() };
-        for tensor in weights.file().tensors() {
+        for tensor in weights.read() {
             let share = match weights.home(tensor.name()) {
                 Home::Device => &mut account.device,
                 Home::Host => &mut account.host,
@@ -72,7 +72,10 @@ impl Account {
                 share.experts_bytes = share.experts_bytes.saturating_add(tensor.bytes());
             }
         }
+        let (made, made_on_host) = weights.made_bytes();
+        account.host.weights_bytes = account.host.weights_bytes.saturating_add(made_on_host as u64);
         let device = &mut account.device;
+        device.weights_bytes = device.weights_bytes.saturating_add(made as u64);
         (device.cache_bytes, device.cache_most_bytes) = (cache.bytes() as u64, cache.most_bytes() as u64);
         device.prompt_scratch_bytes = runtime.scratch_of("prompt").map(|bytes| bytes as u64);
         device.decode_scratch_bytes = runtime.scratch_of("decode").map(|bytes| bytes as u64);

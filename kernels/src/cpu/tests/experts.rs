@@ -1,5 +1,5 @@
 use super::*;
-use crate::ops::{ExpertSum, Router, Scoring};
+use crate::ops::{ExpertSum, GroupRank, Router, Scoring};
 
 struct Routed {
     ids: Vec<i32>,
@@ -27,6 +27,8 @@ fn route(
         weights: weights.clone(),
         scoring,
         groups,
+        // DeepSeek-V2's rule where scores are a softmax.
+        group_rank: if scoring == Scoring::Softmax { GroupRank::Greatest } else { GroupRank::TwoGreatest },
         norm,
         scale,
     };
@@ -44,6 +46,15 @@ fn softmax_router_takes_the_best_and_breaks_ties_low() {
     close(&r.weights, &want, 1e-6);
     let r = route(&logits, 5, 3, None, Scoring::Softmax, None, true, 2.5);
     close(&[r.weights[..3].iter().sum::<f32>(), r.weights[3..].iter().sum()], &[2.5, 2.5], 1e-6);
+}
+
+#[test]
+fn a_group_counts_its_greatest_or_its_two_greatest() {
+    // Groups of (3, 0), (2, 2) and (1, 1): the first has the greatest, the second the greatest two.
+    let logits = [3.0, 0.0, 2.0, 2.0, 1.0, 1.0];
+    let chosen = |scoring| route(&logits, 6, 2, None, scoring, Some((3, 1)), false, 1.0).ids;
+    assert_eq!(chosen(Scoring::Softmax), [0, 1]);
+    assert_eq!(chosen(Scoring::Sigmoid), [2, 3]);
 }
 
 #[test]
