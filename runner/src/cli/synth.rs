@@ -11,7 +11,7 @@ use crate::synth::{self, Options};
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Flags {
-    /// The model: gemma3-270m, gemma4-26b-a4b, gemma4-31b or gemma4-e2b
+    /// The model: gemma3-270m, gemma4-26b-a4b, gemma4-31b, gemma4-e2b or deepseek-v4-flash
     #[arg(value_name = "ARCH")]
     model: String,
     /// The file to write

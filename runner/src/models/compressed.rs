@@ -109,11 +109,14 @@ struct IndexScratch {
     q: TensorView,
     /// `[T, Hi]`.
     weights: TensorView,
-    /// `[T, N]`.
+    /// `[some of T, N]`.
     scores: TensorView,
     /// `[T, Ki]`.
     ids: TensorView,
 }
+
+/// Scores that are kept at a time, about: an index over a million tokens does its queries in turns.
+const SCORES: usize = 1 << 24;
 
 fn most(values: impl Iterator<Item = usize>) -> usize {
     values.max().unwrap_or(1).max(1)
@@ -138,8 +141,10 @@ impl Scratch {
             Some(_) => Some(IndexScratch {
                 q: step.floats("index queries", &[tokens, most(indexed().map(|(part, _)| part.q_b.dim(0)))])?,
                 weights: step.floats("index weights", &[tokens, most(indexed().map(|(part, _)| part.heads))])?,
-                scores: step
-                    .floats("index scores", &[tokens, most(indexed().map(|(_, cache)| cache.entries.dim(0)))])?,
+                scores: {
+                    let entries = most(indexed().map(|(_, cache)| cache.entries.dim(0)));
+                    step.floats("index scores", &[(SCORES / entries).clamp(1, tokens), entries])?
+                },
                 ids: step.scratch(
                     "chosen keys",
                     evergraph_kernels::quant::QuantType::I32,
@@ -314,20 +319,18 @@ impl Indexer {
         part.tail.rotate(step, &q, positions, false)?;
         let weights = fitted(&room.weights, tokens, self.heads)?;
         x.times(step, &self.proj, &weights)?;
-        let scores = fitted(&room.scores, tokens, keys.entries.dim(0))?;
         let ids = fitted(&room.ids, tokens, self.top)?;
         let (ratio, scale) = (self.compressor.ratio as u32, 1.0 / ((self.heads * q.dim(2)) as f32).sqrt());
-        let places = positions.clone();
-        step.push(IndexScores {
-            q,
-            weights,
-            keys: keys.entries.clone(),
-            positions: positions.clone(),
-            scores: scores.clone(),
-            ratio,
-            scale,
-        })?;
-        step.push(IndexTop { scores, positions: places, ids: ids.clone(), ratio })?;
+        let (most, entries) = (room.scores.dim(0), keys.entries.dim(0));
+        for first in (0..tokens).step_by(most) {
+            let count = most.min(tokens - first);
+            let some = |view: &TensorView| view.narrow(0, first, count);
+            let scores = fitted(&room.scores.narrow(0, 0, count)?, count, entries)?;
+            let (places, keys) = (some(positions)?, keys.entries.clone());
+            let (positions, weights) = (places.clone(), some(&weights)?);
+            step.push(IndexScores { q: some(&q)?, weights, keys, positions, scores: scores.clone(), ratio, scale })?;
+            step.push(IndexTop { scores, positions: places, ids: some(&ids)?, ratio })?;
+        }
         Ok(ids)
     }
 }

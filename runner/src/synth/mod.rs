@@ -9,6 +9,7 @@
 //! removed.
 
 mod blocks;
+mod deepseek4;
 mod random;
 mod shapes;
 mod write;
@@ -69,7 +70,7 @@ pub struct Made {
 
 /// The models that can be made.
 pub fn names() -> impl Iterator<Item = &'static str> {
-    shapes::MODELS.iter().map(|model| model.name)
+    shapes::MODELS.iter().map(|model| model.name).chain([deepseek4::NAME])
 }
 
 /// The type of this name, if tensors can be made of it.
@@ -104,11 +105,16 @@ pub fn make(path: &Path, options: &Options, progress: &(dyn Fn(u64, u64) + Sync)
 
 /// The metadata and the tensors.
 fn plan(options: &Options) -> Result<(&'static str, usize, Writer, Vec<Tensor>)> {
-    let Some(model) = shapes::MODELS.iter().find(|model| model.name == options.model) else {
-        let names: Vec<&str> = names().collect();
-        return Err(Error::argument("ARCH", format!("one of {}", names.join(", ")), &options.model));
+    let known = shapes::MODELS.iter().find(|model| model.name == options.model);
+    let (architecture, most) = match known {
+        Some(model) => (model.architecture, model.layers),
+        None if options.model == deepseek4::NAME => (deepseek4::ARCHITECTURE, deepseek4::LAYERS),
+        None => {
+            let names: Vec<&str> = names().collect();
+            return Err(Error::argument("ARCH", format!("one of {}", names.join(", ")), &options.model));
+        }
     };
-    let layers = options.layers.unwrap_or(model.layers);
+    let layers = options.layers.unwrap_or(most);
     if !(1..=MOST_LAYERS).contains(&layers) {
         return Err(Error::argument("--layers", format!("1 to {MOST_LAYERS}"), layers));
     }
@@ -116,15 +122,25 @@ fn plan(options: &Options) -> Result<(&'static str, usize, Writer, Vec<Tensor>)>
         quant(options.quant.name())?;
     }
     let (mut writer, mut tensors) = (Writer::new(), Vec::new());
-    writer.put("general.architecture", model.architecture);
-    writer.put("general.name", format!("{} with random weights, seed {}", model.name, options.seed));
+    writer.put("general.architecture", architecture);
+    writer.put("general.name", format!("{} with random weights, seed {}", options.model, options.seed));
     writer.put("general.quantization_version", 2u32);
-    model.metadata(layers, &mut writer);
-    model.tensors(layers, options.quant, &mut tensors);
+    // llama.cpp reads a file without a tokenizer only if that is said.
+    writer.put("tokenizer.ggml.model", "no_vocab");
+    match known {
+        Some(model) => {
+            model.metadata(layers, &mut writer);
+            model.tensors(layers, options.quant, &mut tensors);
+        }
+        None => {
+            deepseek4::metadata(layers, &mut writer);
+            deepseek4::tensors(layers, options.quant, &mut tensors);
+        }
+    }
     for tensor in &tensors {
         writer.tensor_apart(&*tensor.name, tensor.ty, &tensor.dims);
     }
-    Ok((model.architecture, layers, writer, tensors))
+    Ok((architecture, layers, writer, tensors))
 }
 
 #[cfg(test)]

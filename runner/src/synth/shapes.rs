@@ -21,6 +21,8 @@ pub(super) enum Values {
     All(f32),
     /// Frequency factors of a rope that turns the first so many pairs and leaves the others.
     RopeFactors { turned: u64 },
+    /// So many experts for each token, different ones, out of `count`.
+    Experts { used: u64, count: u64 },
 }
 
 /// A model by name. Zero stands for what a model does not have.
@@ -164,8 +166,6 @@ impl Model {
     /// Writes the keys of the architecture.
     pub(super) fn metadata(&self, layers: usize, writer: &mut Writer) {
         let key = |name: &str| format!("{}.{name}", self.architecture);
-        // llama.cpp reads a file without a tokenizer only if that is said.
-        writer.put("tokenizer.ggml.model", "no_vocab");
         writer.put(key("vocab_size"), VOCABULARY as u32);
         writer.put(key("context_length"), self.context);
         writer.put(key("embedding_length"), self.width as u32);
@@ -287,29 +287,29 @@ impl Model {
 }
 
 /// Tensors while they are listed.
-struct List<'a> {
-    quant: QuantType,
-    out: &'a mut Vec<Tensor>,
+pub(super) struct List<'a> {
+    pub(super) quant: QuantType,
+    pub(super) out: &'a mut Vec<Tensor>,
 }
 
 impl List<'_> {
-    fn push(&mut self, name: impl Into<String>, ty: QuantType, dims: &[u64], values: Values) {
+    pub(super) fn push(&mut self, name: impl Into<String>, ty: QuantType, dims: &[u64], values: Values) {
         self.out.push(Tensor { name: name.into(), ty, dims: dims.to_vec(), values });
     }
 
-    fn all(&mut self, name: impl Into<String>, dims: &[u64], value: f32) {
+    pub(super) fn all(&mut self, name: impl Into<String>, dims: &[u64], value: f32) {
         self.push(name, QuantType::F32, dims, Values::All(value));
     }
 
     /// A matrix, or one for each expert, whose rows have as many weights as there are inputs.
-    fn matrix(&mut self, name: impl Into<String>, dims: &[u64]) {
+    pub(super) fn matrix(&mut self, name: impl Into<String>, dims: &[u64]) {
         let inputs = dims.first().copied().unwrap_or(1);
         let ty = whole_blocks(self.quant, inputs);
         self.push(format!("{}.weight", name.into()), ty, dims, Values::Random(1.0 / (inputs as f32).sqrt()));
     }
 
     /// The embedding, which is the head as well: quantisers give it more bits than the layers.
-    fn embedding(&mut self, name: &str, dims: &[u64], share: f32) {
+    pub(super) fn embedding(&mut self, name: &str, dims: &[u64], share: f32) {
         use QuantType::{Q4_0, Q6_K, Q8_0};
         let inputs = dims.first().copied().unwrap_or(1);
         let few_bits = self.quant.block_size() > 1 && self.quant != Q8_0 && self.quant.id() >= Q4_0.id();

@@ -55,6 +55,7 @@ fn the_plans_are_those_of_the_published_models() {
         ("gemma4-26b-a4b", 3 + 30 * 22 - 5, 25.2),
         ("gemma4-31b", 3 + 60 * 14 - 10, 30.7),
         ("gemma4-e2b", 6 + 35 * 17 - 20 * 3, 4.65),
+        ("deepseek-v4-flash", 6 + 43 * 24 + 21 * 10 + 20 * 4, 284.0),
     ] {
         let (_, _, writer, list) = plan(&Options::new(name)).unwrap();
         let weights: u64 = list.iter().map(|tensor| tensor.dims.iter().product::<u64>()).sum();
@@ -77,6 +78,9 @@ fn every_number_of_layers_and_every_type_makes_a_plan() {
             let options = Options { layers: Some(layers), ..Options::new(name) };
             let (_, _, writer, list) = plan(&options).unwrap();
             assert!(writer.plan().is_ok(), "{name}, {layers} layers");
+            if name == deepseek4::NAME {
+                continue;
+            }
             // Layers with another's keys and values find some of each kind before them.
             let own =
                 (0..layers).filter(|layer| list.iter().any(|t| t.name == format!("blk.{layer}.attn_k.weight"))).count();

@@ -145,6 +145,13 @@ fn values(tensor: &Tensor, random: &mut Random, skip: u64, bytes: &mut [u8]) {
     match tensor.values {
         Values::Random(deviation) => blocks::fill(tensor.ty, random, bytes, deviation),
         Values::All(value) => bytes.chunks_exact_mut(4).for_each(|place| place.copy_from_slice(&value.to_le_bytes())),
+        Values::Experts { used, count } => {
+            for (i, place) in bytes.chunks_exact_mut(4).enumerate() {
+                let (token, k) = ((skip / 4 + i as u64) / used, (skip / 4 + i as u64) % used);
+                let expert = (token.wrapping_mul(7919) + k * (count / used)) % count;
+                place.copy_from_slice(&(expert as u32).to_le_bytes());
+            }
+        }
         Values::RopeFactors { turned } => {
             for (i, place) in bytes.chunks_exact_mut(4).enumerate() {
                 let factor: f32 = if skip / 4 + (i as u64) < turned { 1.0 } else { 1e30 };
