@@ -95,7 +95,7 @@ pub(super) struct DeviceFlags {
 
 impl DeviceFlags {
     /// Takes the device and says which.
-    fn open(&self, act: ActType) -> Result<Arc<Runtime>> {
+    fn open(&self, act: ActType, rounded_keys: bool) -> Result<Arc<Runtime>> {
         let device = choose(self.device.as_deref())?;
         if self.devices > 1 {
             return Err(Error::Unsupported {
@@ -114,6 +114,7 @@ impl DeviceFlags {
             pool,
             graphs: self.graphs == Switch::On,
             act,
+            rounded_keys,
             host_work: self.host_work.map(Into::into),
             ..RuntimeConfig::default()
         };
@@ -156,6 +157,9 @@ pub(super) struct EngineFlags {
     /// Activations in products with weights in blocks; weights of floats always take floats
     #[arg(long, value_enum, default_value_t = ActChoice::Q8)]
     act: ActChoice,
+    /// Round the keys of deepseek4 models through 8-bit floats, as the cache that they were trained with has them
+    #[arg(long)]
+    fp8_kv: bool,
     #[command(flatten)]
     placement: PlacementFlags,
     #[command(flatten)]
@@ -180,7 +184,7 @@ impl EngineFlags {
 
     /// Takes the device that these flags are for and says which.
     pub(super) fn open(&self, device: &DeviceFlags) -> Result<Arc<Runtime>> {
-        let runtime = device.open(self.act.into())?;
+        let runtime = device.open(self.act.into(), self.fp8_kv)?;
         say(self.describe());
         Ok(runtime)
     }
