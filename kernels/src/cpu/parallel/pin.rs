@@ -1,6 +1,7 @@
 //! Threads and cores.
 
-/// The cores that this process may use, if there are at least `threads`; else none.
+/// The cores that this process may use, if there are at least `threads`; else none. Of those that share their units, such as the two
+/// threads of one core, the second comes after the first of all others.
 #[cfg(target_os = "linux")]
 pub(super) fn cores(threads: usize) -> Vec<usize> {
     let mut mask = [0u64; WORDS];
@@ -8,7 +9,25 @@ pub(super) fn cores(threads: usize) -> Vec<usize> {
     #[allow(unsafe_code)]
     let failed = unsafe { sched_getaffinity(0, size_of_val(&mask), mask.as_mut_ptr()) } != 0;
     let list: Vec<usize> = (0..64 * WORDS).filter(|core| mask[core / 64] >> (core % 64) & 1 == 1).collect();
-    if failed || list.len() < threads { Vec::new() } else { list }
+    if failed || list.len() < threads { Vec::new() } else { apart(&list, first_of) }
+}
+
+/// The first of the cores that share their units with this one; itself where the system does not say.
+#[cfg(target_os = "linux")]
+fn first_of(core: usize) -> usize {
+    let path = format!("/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list");
+    let list = std::fs::read_to_string(path).unwrap_or_default();
+    list.split([',', '-', '\n']).next().and_then(|first| first.parse().ok()).unwrap_or(core)
+}
+
+/// Cores in an order in which those that share their units are far apart: the firsts, then the seconds.
+#[cfg(any(target_os = "linux", test))]
+pub(super) fn apart(cores: &[usize], first_of: impl Fn(usize) -> usize) -> Vec<usize> {
+    let firsts: Vec<usize> = cores.iter().map(|&core| first_of(core)).collect();
+    let rank = |at: usize| firsts[..at].iter().filter(|first| **first == firsts[at]).count();
+    let mut order: Vec<usize> = (0..cores.len()).collect();
+    order.sort_by_key(|&at| rank(at));
+    order.into_iter().map(|at| cores[at]).collect()
 }
 
 /// Keeps this thread on a core. If the system refuses it runs anywhere.

@@ -127,3 +127,14 @@ fn a_panic_reaches_the_caller_and_the_pool_goes_on() {
         assert_eq!(count.into_inner(), 100);
     }
 }
+
+/// Two threads on the two halves of one core are hardly faster than one.
+#[test]
+fn threads_are_put_on_cores_of_their_own_before_halves_of_cores() {
+    use super::pin::apart;
+    assert_eq!(apart(&[0, 1, 2, 3, 4, 5, 6, 7], |core| core / 2 * 2), [0, 2, 4, 6, 1, 3, 5, 7], "neighbours share");
+    assert_eq!(apart(&[0, 1, 2, 3, 4, 5, 6, 7], |core| core % 4), [0, 1, 2, 3, 4, 5, 6, 7], "far ones share");
+    assert_eq!(apart(&[3, 4, 5], |core| core / 2 * 2), [3, 4, 5], "a part of the machine");
+    assert_eq!(apart(&[4, 5, 6], |core| core / 2 * 2), [4, 6, 5], "a part of the machine");
+    assert_eq!(apart(&[2, 9], |core| core), [2, 9]);
+}
