@@ -1,4 +1,4 @@
-//! Chat templates: the Jinja text of the model file, run by minijinja, or Gemma's format where there is none. Replies,
+//! Chat templates: the Jinja text of the model file, run by minijinja, or a built-in format where there is none. Replies,
 //! with thoughts kept apart.
 
 mod reply;
@@ -88,8 +88,62 @@ const GEMMA4: &str = r"{{ bos_token }}
 {%- endif -%}
 ";
 
+/// DeepSeek V2's format: plain words, no tokens of its own but for the end of a reply.
+const DEEPSEEK2: &str = r"{{ bos_token }}
+{%- for message in messages -%}
+    {%- if message.role == 'user' -%}
+        {{- 'User: ' ~ message.content ~ '\n\n' -}}
+    {%- elif message.role == 'assistant' -%}
+        {{- 'Assistant: ' ~ message.content ~ eos_token -}}
+    {%- else -%}
+        {{- message.content ~ '\n\n' -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- 'Assistant:' -}}
+{%- endif -%}
+";
+
+/// The turns of DeepSeek V3 and R1: what systems say comes first, thoughts of earlier turns are left out.
+macro_rules! deepseek_turns {
+    () => {
+        r"{{ bos_token }}
+{%- for message in messages if message.role == 'system' -%}
+    {{- message.content ~ ('' if loop.last else '\n\n') -}}
+{%- endfor -%}
+{%- for message in messages if message.role != 'system' -%}
+    {%- if message.role == 'assistant' -%}
+        {{- '<｜Assistant｜>' ~ (message.content.split('</think>') | last) ~ eos_token -}}
+    {%- else -%}
+        {{- '<｜User｜>' ~ message.content -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<｜Assistant｜>' -}}
+"
+    };
+}
+
+/// DeepSeek V3's format.
+const DEEPSEEK3: &str = concat!(deepseek_turns!(), "{%- endif -%}\n");
+
+/// That of R1 and V3.1, which think: a model that is not to think gets the end of a thought to start from.
+const DEEPSEEK_R1: &str = concat!(
+    deepseek_turns!(),
+    r"    {{- '<think>\n' if enable_thinking else '</think>' -}}
+{%- endif -%}
+"
+);
+
 /// The formats that are built in, by name.
-const BUILT_IN: &[(&str, &str)] = &[("gemma", GEMMA3), ("gemma3", GEMMA3), ("gemma4", GEMMA4)];
+const BUILT_IN: &[(&str, &str)] = &[
+    ("gemma", GEMMA3),
+    ("gemma3", GEMMA3),
+    ("gemma4", GEMMA4),
+    ("deepseek2", DEEPSEEK2),
+    ("deepseek3", DEEPSEEK3),
+    ("deepseek-r1", DEEPSEEK_R1),
+];
 
 /// What a rendered conversation is for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -123,7 +177,7 @@ impl ChatTemplate {
         let (bos, eos) = (text(tokenizer.bos()), text(tokenizer.eos()));
         match file.get_str("tokenizer.chat_template")? {
             Some(source) => Self::new(source, bos, eos, false),
-            None => match built_in(file.architecture()?) {
+            None => match built_in(format_of(file.architecture()?, tokenizer)) {
                 Some(source) => Self::new(source, bos, eos, true),
                 None => Err(Error::Unsupported {
                     what: "chatting with a model whose file has no template",
@@ -134,7 +188,7 @@ impl ChatTemplate {
         }
     }
 
-    /// A template given by its text, or by the name of a built-in one (`gemma`, `gemma4`).
+    /// A template given by its text, or by the name of a built-in one (`gemma`, `gemma4`, `deepseek2`, `deepseek3`, `deepseek-r1`).
     ///
     /// # Errors
     /// [`Error::Template`] if it can not be parsed.
@@ -184,6 +238,15 @@ impl ChatTemplate {
                 eos_token => &*self.eos,
             })
             .map_err(|error| failed(&error))
+    }
+}
+
+/// The name of the format of models of an architecture, by the tokens that a vocabulary has for it.
+fn format_of<'a>(architecture: &'a str, tokenizer: &Tokenizer) -> &'a str {
+    match architecture {
+        "deepseek2" | "deepseek4" if tokenizer.id("<think>").is_some() => "deepseek-r1",
+        "deepseek2" | "deepseek4" if tokenizer.id("<｜User｜>").is_some() => "deepseek3",
+        other => other,
     }
 }
 

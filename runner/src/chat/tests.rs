@@ -55,6 +55,92 @@ fn gemma_4s_format_keeps_thoughts_out_of_earlier_turns() {
 }
 
 #[test]
+fn deepseeks_formats() {
+    let turns = [
+        Message::new("system", "Be brief."),
+        Message::new("user", "One?"),
+        Message::new("assistant", "<think>\nhm\n</think>1"),
+        Message::new("user", "Two?"),
+    ];
+    let two = template(DEEPSEEK2).unwrap();
+    let plain = [Message::new("user", "One?"), Message::new("assistant", "1"), Message::new("user", "Two?")];
+    assert_eq!(two.render(&plain, OPEN).unwrap(), "<bos>User: One?\n\nAssistant: 1<eos>User: Two?\n\nAssistant:");
+    assert!(two.render(&turns, OPEN).unwrap().starts_with("<bos>Be brief.\n\nUser: One?\n\n"));
+    let three = "<bos>Be brief.<｜User｜>One?<｜Assistant｜>1<eos><｜User｜>Two?";
+    for (source, think, end) in [
+        (DEEPSEEK3, false, "<｜Assistant｜>"),
+        (DEEPSEEK3, true, "<｜Assistant｜>"),
+        (DEEPSEEK_R1, false, "<｜Assistant｜></think>"),
+        (DEEPSEEK_R1, true, "<｜Assistant｜><think>\n"),
+    ] {
+        let rendered = template(source).unwrap().render(&turns, Render { generate: true, think }).unwrap();
+        assert_eq!(rendered, format!("{three}{end}"));
+        assert_eq!(template(source).unwrap().render(&turns, Render::default()).unwrap(), three);
+    }
+}
+
+/// A file of an architecture without a template, whose byte-level vocabulary has these tokens too.
+fn deepseek(tokens: &[&str]) -> Gguf {
+    use crate::gguf::{Bytes, Writer};
+    let mut all: Vec<String> = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"].map(str::to_owned).to_vec();
+    all.extend(tokens.iter().map(|&token| token.to_owned()));
+    let mut kinds = vec![3i32; all.len()];
+    all.extend((0x21..0x7F).chain(0xA1..0xAD).chain(0xAE..0x144).filter_map(char::from_u32).map(String::from));
+    kinds.resize(all.len(), 1);
+    let mut writer = Writer::new();
+    writer
+        .put("general.architecture", "deepseek2")
+        .put("tokenizer.ggml.model", "gpt2")
+        .put("tokenizer.ggml.pre", "deepseek-v3")
+        .put("tokenizer.ggml.tokens", all)
+        .put("tokenizer.ggml.token_type", kinds)
+        .put("tokenizer.ggml.merges", Vec::<String>::new())
+        .put("tokenizer.ggml.bos_token_id", 0u32)
+        .put("tokenizer.ggml.eos_token_id", 1u32);
+    Gguf::parse(Bytes::copy_of(&writer.to_bytes().unwrap())).unwrap()
+}
+
+#[test]
+fn thoughts_of_a_deepseek_model_are_kept_apart() {
+    let turns = ["<｜User｜>", "<｜Assistant｜>"];
+    let thinks = ["<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"];
+    for (tokens, format) in [(&[][..], DEEPSEEK2), (&turns, DEEPSEEK3), (&thinks, DEEPSEEK_R1)] {
+        let file = deepseek(tokens);
+        let tokenizer = Tokenizer::from_gguf(&file).unwrap();
+        let template = ChatTemplate::from_gguf(&file, &tokenizer).unwrap();
+        assert!(template.is_built_in());
+        let (bos, eos) = ("<｜begin▁of▁sentence｜>".to_owned(), "<｜end▁of▁sentence｜>".to_owned());
+        let wanted = ChatTemplate::new(format, bos, eos, true).unwrap();
+        let think = Render { generate: true, think: true };
+        let messages = [Message::new("user", "2 + 2?")];
+        let text = template.render(&messages, think).unwrap();
+        assert_eq!(text, wanted.render(&messages, think).unwrap());
+        if tokens.len() < 4 {
+            continue;
+        }
+        let ids = |text: &str| {
+            let how = crate::tokenizer::Encode { add_special: false, parse_special: true };
+            tokenizer.encode(text, how).unwrap()
+        };
+        let mut reply = Reply::new(&tokenizer, &ids(&text));
+        let mut parts = Vec::new();
+        for id in ids("four, é</think>4") {
+            parts.extend(reply.push(id).unwrap());
+        }
+        parts.extend(reply.finish());
+        let (mut thought, mut said) = (String::new(), String::new());
+        for part in parts {
+            match part {
+                Part::Thought(text) => thought.push_str(&text),
+                Part::Text(text) => said.push_str(&text),
+            }
+        }
+        assert_eq!((thought.as_str(), said.as_str()), ("four, é", "4"));
+        assert!(tokenizer.is_end(1));
+    }
+}
+
+#[test]
 fn the_real_template_of_gemma_4_is_the_built_in_one() {
     let Some(path) = crate::models::find_file("ggml-vocab-gemma-4.gguf") else {
         eprintln!("skipped: no vocabulary of Gemma 4 (ggml-vocab-gemma-4.gguf, among llama.cpp's models)");

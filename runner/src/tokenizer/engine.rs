@@ -9,13 +9,15 @@ use std::sync::Arc;
 
 use tokenizers::models::TrainerWrapper;
 use tokenizers::models::bpe::BpeTrainer;
+use tokenizers::pre_tokenizers::sequence::Sequence;
+use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
 use tokenizers::{
-    AddedToken, DecoderWrapper, Model, NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper, Token,
-    TokenizerImpl,
+    AddedToken, DecoderWrapper, Model, NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper,
+    SplitDelimiterBehavior, Token, TokenizerImpl,
 };
 
-use super::merge;
 use super::vocab::{Merges, TokenKind, Vocab};
+use super::{alphabet, merge};
 use crate::error::{Error, Result};
 
 type Inner = TokenizerImpl<Merging, NormalizerWrapper, PreTokenizerWrapper, PostProcessorWrapper, DecoderWrapper>;
@@ -31,6 +33,9 @@ impl Engine {
     pub(super) fn new(vocab: &Arc<Vocab>, unknown: Option<u32>, rule: &Rule) -> Result<Self> {
         let build = |kinds: &[TokenKind]| {
             let mut inner = Inner::new(Merging { vocab: vocab.clone(), unknown, rule: rule.clone() });
+            if let Rule::Bytes { splits, .. } = rule {
+                inner.with_pre_tokenizer(Some(cut(splits)?));
+            }
             let added: Vec<AddedToken> = (0..vocab.len() as u32)
                 .filter(|&id| kinds.contains(&vocab.kind(id)) && !vocab.text(id).is_empty())
                 .map(|id| AddedToken::from(vocab.text(id), vocab.kind(id) != TokenKind::UserDefined).normalized(false))
@@ -57,6 +62,16 @@ impl std::fmt::Debug for Engine {
     }
 }
 
+/// Cuts text at these expressions, one after the other.
+fn cut(expressions: &[&str]) -> Result<PreTokenizerWrapper> {
+    let split = |expression: &&str| {
+        let pattern = SplitPattern::Regex((*expression).to_owned());
+        Split::new(pattern, SplitDelimiterBehavior::Isolated, false).map(PreTokenizerWrapper::Split).map_err(failed)
+    };
+    let splits = expressions.iter().map(split).collect::<Result<_>>()?;
+    Ok(PreTokenizerWrapper::Sequence(Sequence::new(splits)))
+}
+
 fn failed(error: tokenizers::Error) -> Error {
     Error::Tokenizer(error.to_string())
 }
@@ -71,6 +86,13 @@ pub(super) enum Rule {
     },
     /// By their place in a list. Runs of newlines are apart from other text, and one that is a token is taken whole.
     List(Arc<Merges>),
+    /// By their place in a list, of bytes in pieces that expressions cut.
+    Bytes {
+        /// The list.
+        merges: Arc<Merges>,
+        /// The expressions.
+        splits: &'static [&'static str],
+    },
 }
 
 /// A merge rule as a model of the crate.
@@ -86,6 +108,7 @@ impl Merging {
         let (vocab, unknown) = (&self.vocab, self.unknown);
         let merges = match &self.rule {
             Rule::Scores { .. } => return merge::tokenize(vocab, unknown, text, merge::by_score(vocab), found),
+            Rule::Bytes { merges, .. } => return merge::tokenize(vocab, unknown, text, merge::by_rank(merges), found),
             Rule::List(merges) => merges,
         };
         let mut rest = text;
@@ -106,11 +129,16 @@ impl Model for Merging {
     type Trainer = TrainerWrapper;
 
     fn tokenize(&self, sequence: &str) -> tokenizers::Result<Vec<Token>> {
-        let mut text = String::with_capacity(sequence.len() + 3);
-        if let Rule::Scores { prefix: true } = self.rule {
-            text.push(merge::SPACE);
-        }
-        text.extend(sequence.chars().map(|char| if char == ' ' { merge::SPACE } else { char }));
+        let text = if let Rule::Bytes { .. } = self.rule {
+            alphabet::written(sequence)
+        } else {
+            let mut text = String::with_capacity(sequence.len() + 3);
+            if let Rule::Scores { prefix: true } = self.rule {
+                text.push(merge::SPACE);
+            }
+            text.extend(sequence.chars().map(|char| if char == ' ' { merge::SPACE } else { char }));
+            text
+        };
         // The crate wants offsets into `sequence`; nobody here reads them, whole is always true.
         let whole = (0, sequence.len());
         let mut tokens = Vec::new();

@@ -1,7 +1,7 @@
 //! Tokenizers, built from a model file's metadata.
 //!
-//! Supported: SentencePiece-like vocabularies (`tokenizer.ggml.model = "llama"`: Gemma 3) and byte-pair ones on plain
-//! text (`"gemma4"`).
+//! Supported: SentencePiece-like vocabularies (`tokenizer.ggml.model = "llama"`: Gemma 3), byte-pair ones on plain
+//! text (`"gemma4"`) and on bytes (`"gpt2"`, with the ways of DeepSeek's to cut text).
 //!
 //! ```no_run
 //! use evergraph_runner::gguf::Gguf;
@@ -13,8 +13,10 @@
 //! # Ok::<(), evergraph_runner::Error>(())
 //! ```
 
+mod alphabet;
 mod engine;
 mod merge;
+mod split;
 mod stream;
 mod texts;
 mod vocab;
@@ -54,6 +56,8 @@ pub struct Tokenizer {
     eos: Option<u32>,
     add_bos: bool,
     add_eos: bool,
+    /// Whether tokens are bytes in a printable alphabet.
+    bytes: bool,
     /// Tokens that end a generation, ascending.
     ends: Vec<u32>,
 }
@@ -104,7 +108,8 @@ impl Tokenizer {
         let flag = |name: &str, default: bool| {
             Ok::<_, Error>(file.get_bool(&format!("tokenizer.ggml.{name}"))?.unwrap_or(default))
         };
-        let mut add_bos = flag("add_bos_token", true)?;
+        let bytes = kind == "gpt2";
+        let mut add_bos = flag("add_bos_token", !bytes)?;
         let rule = match kind {
             "llama" => Rule::Scores { prefix: flag("add_space_prefix", true)? },
             "gemma4" => {
@@ -112,12 +117,14 @@ impl Tokenizer {
                 add_bos = true;
                 Rule::List(Arc::new(Merges::from_gguf(file)?))
             }
+            "gpt2" => Rule::Bytes { splits: splits(file)?, merges: Arc::new(Merges::from_gguf(file)?) },
             none if NONE.contains(&none) => return Err(Error::metadata(MODEL, "a tokenizer", none)),
             other => {
                 return Err(Error::Unsupported {
                     what: "this kind of tokenizer (tokenizer.ggml.model)",
                     found: other.to_owned(),
-                    advice: "a model with a tokenizer of kind llama or gemma4, or --tokens with token ids".to_owned(),
+                    advice: "a model with a tokenizer of kind llama, gemma4 or gpt2, or --tokens with token ids"
+                        .to_owned(),
                 });
             }
         };
@@ -147,6 +154,7 @@ impl Tokenizer {
             eos,
             add_bos,
             add_eos: flag("add_eos_token", false)?,
+            bytes,
             ends,
         })
     }
@@ -228,6 +236,7 @@ impl Tokenizer {
                 Some(byte) => vec![byte],
                 None => text.as_bytes().to_vec(),
             },
+            TokenKind::Normal | TokenKind::Unused if self.bytes => alphabet::read(text),
             TokenKind::Normal | TokenKind::Unused => text.replace(merge::SPACE, " ").into_bytes(),
         })
     }
@@ -244,6 +253,23 @@ impl Tokenizer {
         }
         text.push_str(&stream.finish());
         Ok(text)
+    }
+}
+
+/// How a byte-level vocabulary cuts text.
+fn splits(file: &Gguf) -> Result<&'static [&'static str]> {
+    let key = "tokenizer.ggml.pre";
+    let name = file.get_str(key)?.unwrap_or("default");
+    match split::RULES.iter().find(|(known, _)| *known == name) {
+        Some((_, splits)) => Ok(splits),
+        None => {
+            let known: Vec<&str> = split::RULES.iter().map(|(known, _)| *known).collect();
+            Err(Error::Unsupported {
+                what: "this way to cut text before it is tokenised (tokenizer.ggml.pre)",
+                found: name.to_owned(),
+                advice: format!("a model with {}, or --tokens with token ids", known.join(", ")),
+            })
+        }
     }
 }
 

@@ -32,8 +32,8 @@ fn check_all(tokenizer: &Tokenizer, vocab: &str) -> usize {
         assert_eq!(tokenizer.encode(text, how(false, true)).unwrap(), ids("ids"), "{text:?}");
         assert_eq!(tokenizer.encode(text, how(true, true)).unwrap(), ids("ids_with_bos"), "{text:?} with bos");
         assert_eq!(tokenizer.encode(text, how(false, false)).unwrap(), ids("ids_no_special"), "{text:?} plain");
-        // U+2581 itself reads back as a space: the vocabulary can not tell them apart.
-        let back = text.replace('\u{2581}', " ");
+        // U+2581 itself reads back as a space, but for bytes: the vocabulary can not tell them apart.
+        let back = if tokenizer.bytes { text.to_owned() } else { text.replace('\u{2581}', " ") };
         assert_eq!(tokenizer.decode(&ids("ids"), true).unwrap(), back, "{text:?} back");
     }
     cases.len()
@@ -47,6 +47,50 @@ fn the_tiny_vocabulary_gives_llama_cpps_ids() {
 #[test]
 fn the_tiny_vocabulary_of_pairs_gives_llama_cpps_ids() {
     assert_eq!(check_all(&tiny_pairs(), "gemma4-moe (tiny)"), 55);
+}
+
+#[test]
+fn the_tiny_vocabularies_of_bytes_give_llama_cpps_ids() {
+    for name in ["deepseek-v3", "deepseek-v2-lite"] {
+        let file = Gguf::open(&data(&format!("{name}.gguf"))).unwrap();
+        let tokenizer = Tokenizer::from_gguf(&file).unwrap();
+        assert_eq!(check_all(&tokenizer, &format!("{name} (tiny)")), 55);
+    }
+}
+
+#[test]
+fn the_real_vocabularies_of_bytes_give_llama_cpps_ids() {
+    for name in ["deepseek-llm", "deepseek-coder"] {
+        let Some(path) = crate::models::find_file(&format!("ggml-vocab-{name}.gguf")) else {
+            eprintln!("skipped: no vocabulary of {name} (ggml-vocab-{name}.gguf, among llama.cpp's models)");
+            continue;
+        };
+        let tokenizer = Tokenizer::from_gguf(&Gguf::open(&path).unwrap()).unwrap();
+        assert_eq!(check_all(&tokenizer, name), 55);
+    }
+}
+
+#[test]
+fn bytes_are_written_in_an_alphabet_and_read_back() {
+    let all: Vec<String> = (0..=255u8).map(|byte| alphabet::written(&char::from(byte).to_string())).collect();
+    assert_eq!(alphabet::written(" a\n\u{7F}~¡"), "\u{120}a\u{10A}\u{121}~\u{C2}\u{A1}");
+    for (byte, written) in all.iter().enumerate() {
+        assert_eq!(alphabet::read(written), char::from(byte as u8).to_string().as_bytes());
+    }
+    // What stands for no byte stays what it is.
+    assert_eq!(alphabet::read("\u{144}一"), "\u{144}一".as_bytes());
+    let file = |pre: &str| {
+        let mut writer = Writer::new();
+        writer
+            .put("tokenizer.ggml.model", "gpt2")
+            .put("tokenizer.ggml.pre", pre)
+            .put("tokenizer.ggml.tokens", vec!["a".to_owned()])
+            .put("tokenizer.ggml.merges", Vec::<String>::new());
+        Tokenizer::from_gguf(&Gguf::parse(Bytes::copy_of(&writer.to_bytes().unwrap())).unwrap())
+    };
+    assert!(file("deepseek-v3").is_ok());
+    let error = file("qwen2").unwrap_err().to_string();
+    assert!(error.contains("qwen2") && error.contains("deepseek-llm"), "{error}");
 }
 
 #[test]
