@@ -139,6 +139,11 @@ fn every_placement_gives_the_same_bits() {
         ("gemma4-e.gguf", vec![layers(1), layers(3), tensors("per_layer_token_embd=CPU")]),
         ("gemma4-dense.gguf", vec![layers(2), tensors(r"blk\.1\.attn_.*=CPU")]),
         ("gemma3.gguf", vec![layers(0), layers(1), layers(2), tensors(r"\.(ffn|attn)_.*=CPU")]),
+        (
+            "deepseek-v2-lite.gguf",
+            vec![experts_below(usize::MAX), experts_below(2), layers(0), layers(3), tensors(r"attn_[kv]_b=CPU")],
+        ),
+        ("deepseek-v3-q.gguf", vec![experts_below(3), layers(2), tensors("attn_q_.*=CPU"), tensors("ffn_.*=CPU")]),
         ("deepseek-v4.gguf", vec![experts_below(usize::MAX), experts_below(1), experts_below(3)]),
         ("deepseek-v4-q.gguf", vec![experts_below(2), tensors("ffn_down_exps=CPU"), tensors("token_embd=CPU")]),
     ];
@@ -173,8 +178,12 @@ fn every_placement_gives_the_same_bits() {
 fn experts_that_come_to_the_device_for_a_prompt_give_the_same_bits() {
     let experts = || vec![experts_below(usize::MAX), experts_below(1)];
     let with_layers = || [experts(), vec![layers(3)]].concat();
-    let models =
-        [("gemma4-moe.gguf", with_layers()), ("gemma4-moe-q.gguf", with_layers()), ("deepseek-v4-q.gguf", experts())];
+    let models = [
+        ("gemma4-moe.gguf", with_layers()),
+        ("gemma4-moe-q.gguf", with_layers()),
+        ("deepseek-v2-lite.gguf", with_layers()),
+        ("deepseek-v4-q.gguf", experts()),
+    ];
     for (model, placements) in models {
         for &act in arithmetics() {
             let plain = config(PoolMode::Vmm, true, HostWork::Nodes, act);
@@ -200,10 +209,10 @@ fn experts_that_come_to_the_device_for_a_prompt_give_the_same_bits() {
 
 #[test]
 fn experts_that_the_device_fetches_for_a_token_change_no_more_than_the_order_of_a_sum() {
-    for model in ["gemma4-moe.gguf", "gemma4-moe-q.gguf", "deepseek-v4-q.gguf"] {
+    for model in ["gemma4-moe.gguf", "gemma4-moe-q.gguf", "deepseek-v2-lite.gguf", "deepseek-v4-q.gguf"] {
         let config = |graphs, work| config(PoolMode::Vmm, graphs, work, ActType::F32);
         let wanted = generate(&mut session(model, &Placement::default(), config(true, HostWork::Nodes)));
-        for placement in [experts_below(usize::MAX), experts_below(1)] {
+        for placement in [experts_below(usize::MAX), experts_below(2)] {
             // More than a token uses is all but one: the host is asked in any case.
             for fetched in [1, 16] {
                 let mut runs = [(true, HostWork::Turns), (true, HostWork::Nodes), (false, HostWork::Turns)].map(
@@ -241,6 +250,7 @@ fn attention_on_the_host_writes_its_scores_out_too() {
         ("gemma3.gguf", [layers(0), layers(1)]),
         ("gemma4-e.gguf", [layers(1), layers(3)]),
         ("gemma4-moe.gguf", [layers(2), experts_below(1)]),
+        ("deepseek-v3.gguf", [layers(2), experts_below(2)]),
     ] {
         let wanted = run(model, &Placement::default(), true, HostWork::Nodes, false);
         assert!(wanted != run(model, &Placement::default(), true, HostWork::Nodes, true), "{model}: another way");

@@ -9,6 +9,7 @@
 //! removed.
 
 mod blocks;
+mod deepseek2;
 mod deepseek4;
 mod random;
 mod shapes;
@@ -70,7 +71,11 @@ pub struct Made {
 
 /// The models that can be made.
 pub fn names() -> impl Iterator<Item = &'static str> {
-    shapes::MODELS.iter().map(|model| model.name).chain([deepseek4::NAME])
+    shapes::MODELS
+        .iter()
+        .map(|model| model.name)
+        .chain(deepseek2::MODELS.iter().map(|model| model.name))
+        .chain([deepseek4::NAME])
 }
 
 /// The type of this name, if tensors can be made of it.
@@ -103,16 +108,32 @@ pub fn make(path: &Path, options: &Options, progress: &(dyn Fn(u64, u64) + Sync)
     Ok(Made { architecture, bytes: plan.bytes, tensors: tensors.len(), parameters, layers, seconds })
 }
 
+/// A model that can be made.
+enum Known {
+    Gemma(&'static shapes::Model),
+    DeepSeek2(&'static deepseek2::Model),
+    DeepSeek4,
+}
+
+impl Known {
+    /// The one of this name.
+    fn of(name: &str) -> Option<Self> {
+        let gemma = shapes::MODELS.iter().find(|model| model.name == name).map(Self::Gemma);
+        let deepseek = || deepseek2::MODELS.iter().find(|model| model.name == name).map(Self::DeepSeek2);
+        gemma.or_else(deepseek).or_else(|| (name == deepseek4::NAME).then_some(Self::DeepSeek4))
+    }
+}
+
 /// The metadata and the tensors.
 fn plan(options: &Options) -> Result<(&'static str, usize, Writer, Vec<Tensor>)> {
-    let known = shapes::MODELS.iter().find(|model| model.name == options.model);
+    let Some(known) = Known::of(&options.model) else {
+        let names: Vec<&str> = names().collect();
+        return Err(Error::argument("ARCH", format!("one of {}", names.join(", ")), &options.model));
+    };
     let (architecture, most) = match known {
-        Some(model) => (model.architecture, model.layers),
-        None if options.model == deepseek4::NAME => (deepseek4::ARCHITECTURE, deepseek4::LAYERS),
-        None => {
-            let names: Vec<&str> = names().collect();
-            return Err(Error::argument("ARCH", format!("one of {}", names.join(", ")), &options.model));
-        }
+        Known::Gemma(model) => (model.architecture, model.layers),
+        Known::DeepSeek2(model) => (deepseek2::ARCHITECTURE, model.layers),
+        Known::DeepSeek4 => (deepseek4::ARCHITECTURE, deepseek4::LAYERS),
     };
     let layers = options.layers.unwrap_or(most);
     if !(1..=MOST_LAYERS).contains(&layers) {
@@ -128,11 +149,15 @@ fn plan(options: &Options) -> Result<(&'static str, usize, Writer, Vec<Tensor>)>
     // llama.cpp reads a file without a tokenizer only if that is said.
     writer.put("tokenizer.ggml.model", "no_vocab");
     match known {
-        Some(model) => {
+        Known::Gemma(model) => {
             model.metadata(layers, &mut writer);
             model.tensors(layers, options.quant, &mut tensors);
         }
-        None => {
+        Known::DeepSeek2(model) => {
+            model.metadata(layers, &mut writer);
+            model.tensors(layers, options.quant, &mut tensors);
+        }
+        Known::DeepSeek4 => {
             deepseek4::metadata(layers, &mut writer);
             deepseek4::tensors(layers, options.quant, &mut tensors);
         }
