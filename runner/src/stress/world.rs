@@ -348,8 +348,11 @@ impl World {
 
     /// Until the guard is dropped nothing falls asleep. What was dropped before is not what the model says any more.
     fn awake(&mut self, shared: &Shared) -> Awake {
-        let awake = shared.pool.hold_awake(&self.streams[0]);
-        let now = shared.beds.dropped();
+        let (awake, now) = {
+            // Not while somebody falls asleep and has yet to note what that cost: it could be awake again before the bytes are read.
+            let _turn = shared.beds.turn.lock();
+            (shared.pool.hold_awake(&self.streams[0]), shared.beds.dropped())
+        };
         if now != self.seen {
             let lost = |slot: &Slot| now[slot.slice.purpose() as usize] != self.seen[slot.slice.purpose() as usize];
             let slots = self.slots.iter_mut().flatten();
