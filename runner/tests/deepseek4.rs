@@ -93,6 +93,20 @@ fn texts_of_every_length_around_the_ends_of_windows_go_on_alike() {
 }
 
 #[test]
+fn an_index_that_could_only_choose_all_keys_is_left_out() {
+    // 35 tokens make 8 keys, which is what a token sees; 36 make one more.
+    let run = |context| {
+        let mut session = session(MODEL, config(PoolMode::Vmm, true), context, 16);
+        session.feed(&ids(1, 34), |_, _, _| Ok(())).unwrap();
+        session.pick().unwrap();
+        (session.last_logits().unwrap(), session.cache_bytes())
+    };
+    let ((short, few), (long, more)) = (run(35), run(36));
+    assert!(short == long, "the same bits");
+    assert!(more > few + 2 * 2 * 64 * 4, "and no cache for it: {few} bytes, {more} with one");
+}
+
+#[test]
 fn whole_blocks_on_the_host_and_scores_written_out_are_refused_by_name() {
     let runtime = Arc::new(Runtime::host(config(PoolMode::Vmm, true)).unwrap());
     let file = Arc::new(Gguf::open(&data(MODEL)).unwrap());

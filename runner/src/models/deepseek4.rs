@@ -109,6 +109,7 @@ impl Shape {
         let Some((experts, used)) = keys.experts()? else {
             return Err(Error::metadata(keys.name("expert_count"), "a positive number", "none"));
         };
+        let has_shared = file.tensor("blk.0.ffn_gate_shexp.weight").is_some();
         let limits = keys.limits("swiglu_clamp_exp", blocks)?;
         let shared_limits = keys.limits("swiglu_clamp_shexp", blocks)?;
         Ok(Self {
@@ -140,7 +141,8 @@ impl Shape {
             experts,
             used,
             hidden: keys.size("expert_feed_forward_length", keys::MOST_WIDTH)?,
-            shared: keys.count("expert_shared_count", 64)?,
+            // A file that has the tensors means them.
+            shared: keys.count("expert_shared_count", 64)?.max(has_shared.into()),
             weights_scale: keys.positive_or_none("expert_weights_scale")?.unwrap_or(1.0),
             weights_norm: keys.flag("expert_weights_norm")?,
             scoring: scoring(&keys)?,
