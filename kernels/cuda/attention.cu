@@ -8,7 +8,7 @@
 
 #define THREADS 256
 #define TILE 128u
-#define STAGED 512u
+#define STAGED 576u
 #define MAX_ROWS 8
 
 struct Inputs {

@@ -5,7 +5,7 @@
 #define THREADS 256
 #define ROWS 8u
 #define KEYS 128u
-#define STAGED 512u
+#define STAGED 576u
 
 struct Inputs {
     const char *q, *k, *positions;

@@ -36,7 +36,7 @@ pub use size::{format_size, parse_size};
 use crate::error::Result;
 use output::Output;
 
-/// Runs Gemma models on a GPU memory pool with generation tokens and a graph cache that can
+/// Runs Gemma and DeepSeek models on a GPU memory pool with generation tokens and a graph cache that can
 /// not replay a stale graph.
 #[derive(Debug, Parser)]
 #[command(name = "evergraph", version, max_term_width = 110, arg_required_else_help = true)]
