@@ -308,12 +308,19 @@ impl World {
     }
 
     fn sleep(&mut self, shared: &Shared, chosen: u8, content: u8) -> Step {
-        let content = [Content::Keep, Content::KeepPinned, Content::Keep, Content::Drop][usize::from(content) % 4];
+        let mut content = [Content::Keep, Content::KeepPinned, Content::Keep, Content::Drop][usize::from(content) % 4];
         let result = {
             let _turn = shared.beds.turn.lock();
+            let chosen = purposes(chosen);
+            // What sleeps already keeps its bytes, whatever is said now; an unmap that failed before is done now, and is not a loss.
+            let all = if chosen.is_empty() { &Purpose::ALL[..] } else { &chosen };
+            let again = all.iter().any(|purpose| shared.pool.is_asleep(*purpose));
+            if again {
+                content = Content::Keep;
+            }
             shared.disturb();
             shared.driver.mark(mark::SLEEP, &[("kept", u64::from(content != Content::Drop))]);
-            let result = shared.pool.sleep(content, &purposes(chosen));
+            let result = shared.pool.sleep(content, &chosen);
             shared.driver.mark(mark::SLEPT, &[]);
             shared.beds.note(&shared.pool, content == Content::Drop);
             shared.disturb();

@@ -156,17 +156,13 @@ unsafe fn run<B: Blocks, const T: usize, const S: usize>(
         // SAFETY: the lengths were checked.
         let sums = unsafe { dots::<B, T, S>(std::array::from_fn(|s| row(s * part + r)), x) };
         for (s, sums) in sums.iter().enumerate() {
-            for t in 0..T {
-                y[t][s * part + r] = sums[t];
-            }
+            y.iter_mut().zip(sums).for_each(|(y, sum)| y[s * part + r] = *sum);
         }
     }
     for r in S * part..count {
         // SAFETY: the lengths were checked.
         let [sums] = unsafe { dots::<B, T, 1>([row(r)], x) };
-        for t in 0..T {
-            y[t][r] = sums[t];
-        }
+        y.iter_mut().zip(sums).for_each(|(y, sum)| y[r] = sum);
     }
     T
 }
