@@ -15,9 +15,8 @@ use evergraph_runner::sampling::Sampling;
 use serde_json::Value;
 
 /// Models whose weights are floats.
-const FLOATS: [&str; 7] = [
+const FLOATS: [&str; 6] = [
     "gemma3.gguf",
-    "gemma3-linear.gguf",
     "gemma4-dense.gguf",
     "gemma4-moe.gguf",
     "gemma4-e.gguf",
@@ -29,7 +28,7 @@ const FLOATS: [&str; 7] = [
 const STREAMS: [&str; 2] = ["deepseek-v4.gguf", "deepseek-v4-q.gguf"];
 
 /// Models whose weights are in blocks, of several types.
-const BLOCKS: [&str; 2] = ["gemma4-moe-q.gguf", "deepseek-v3-q.gguf"];
+const BLOCKS: [&str; 1] = ["gemma4-moe-q.gguf"];
 
 /// One of each kind: what goes with keys and values, experts in blocks of several types, per-layer embeddings, residual
 /// streams with compressed keys, one compressed cache for all heads.
@@ -39,7 +38,7 @@ const KINDS: [&str; 6] = [
     "gemma4-moe-q.gguf",
     "gemma4-e.gguf",
     "deepseek-v4-q.gguf",
-    "deepseek-v3-q.gguf",
+    "deepseek-v3.gguf",
 ];
 
 /// How far from its reference a model may be, as a part of the greatest value of a row.

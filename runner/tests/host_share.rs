@@ -143,7 +143,7 @@ fn every_placement_gives_the_same_bits() {
             "deepseek-v2-lite.gguf",
             vec![experts_below(usize::MAX), experts_below(2), layers(0), layers(3), tensors(r"attn_[kv]_b=CPU")],
         ),
-        ("deepseek-v3-q.gguf", vec![experts_below(3), layers(2), tensors("attn_q_.*=CPU"), tensors("ffn_.*=CPU")]),
+        ("deepseek-v3.gguf", vec![experts_below(3), layers(2), tensors("attn_q_.*=CPU"), tensors("ffn_.*=CPU")]),
         ("deepseek-v4.gguf", vec![experts_below(usize::MAX), experts_below(1), experts_below(3)]),
         ("deepseek-v4-q.gguf", vec![experts_below(2), tensors("ffn_down_exps=CPU"), tensors("token_embd=CPU")]),
     ];
