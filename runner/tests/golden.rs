@@ -426,65 +426,6 @@ fn copied(value: gguf::Value<'_>) -> MetaValue {
     }
 }
 
-/// The same model as older files have it: keys and values of a head in one tensor, and lengths of heads as such.
-fn older(name: &str, path: &Path) {
-    let file = Gguf::open(&data(name)).unwrap();
-    let mut writer = Writer::new();
-    let number = |key: &str| file.get_in(&format!("deepseek2.{key}"), 0..=9999).unwrap().unwrap();
-    let heads = number("attention.head_count") as usize;
-    for (key, value) in file.metadata() {
-        let value = match key {
-            "deepseek2.attention.key_length" => (number("attention.key_length_mla") as u32).into(),
-            "deepseek2.attention.value_length" => (number("attention.value_length_mla") as u32).into(),
-            "deepseek2.attention.head_count_kv" => (heads as u32).into(),
-            _ if key.ends_with("_mla") => continue,
-            _ => copied(value),
-        };
-        writer.put(key, value);
-    }
-    for tensor in file.tensors() {
-        let bytes = file.data(tensor);
-        let Some(start) = tensor.name().strip_suffix("attn_k_b.weight") else {
-            if !tensor.name().ends_with("attn_v_b.weight") {
-                writer.tensor(tensor.name(), tensor.quant_type(), tensor.dims(), bytes.to_vec());
-            }
-            continue;
-        };
-        let values = file.tensor(&format!("{start}attn_v_b.weight")).unwrap();
-        // [heads, rank, own] of floats, and [heads, value, rank].
-        let [own, rank, _] = tensor.dims()[..] else { panic!("{:?}", tensor.dims()) };
-        let (own, rank, value) = (own as usize, rank as usize, values.dims()[1] as usize);
-        let mut both = Vec::new();
-        for head in 0..heads {
-            for row in 0..own {
-                for column in 0..rank {
-                    both.extend_from_slice(&bytes[4 * ((head * rank + column) * own + row)..][..4]);
-                }
-            }
-            both.extend_from_slice(&file.data(values)[4 * head * value * rank..][..4 * value * rank]);
-        }
-        let dims = [rank as u64, (heads * (own + value)) as u64];
-        writer.tensor(format!("{start}attn_kv_b.weight"), tensor.quant_type(), &dims, both);
-    }
-    writer.write_file(path).unwrap();
-}
-
-#[test]
-fn older_files_with_keys_and_values_in_one_tensor_give_the_same_bits() {
-    let folder = std::env::temp_dir().join(format!("evergraph-{}-older", std::process::id()));
-    std::fs::create_dir_all(&folder).unwrap();
-    for name in ["deepseek-v2-lite", "deepseek-v3"] {
-        let path = folder.join(format!("{name}.gguf"));
-        older(&format!("{name}.gguf"), &path);
-        std::fs::copy(data(&format!("{name}.json")), folder.join(format!("{name}.json"))).unwrap();
-        for (mode, graphs) in [(PoolMode::Vmm, true), (PoolMode::Slab, false)] {
-            let run = |path: &str| trace(path, config(mode, graphs, None), KvType::F32, 7);
-            assert!(run(path.to_str().unwrap()) == run(&format!("{name}.gguf")), "{name}, {mode}");
-        }
-    }
-    std::fs::remove_dir_all(&folder).unwrap();
-}
-
 #[test]
 fn a_model_in_three_files_is_the_same_model() {
     let folder = std::env::temp_dir().join(format!("evergraph-{}-parts", std::process::id()));

@@ -358,8 +358,14 @@ fn branches(weights: &Weights, shape: &Shape, index: usize) -> Result<Vec<Branch
         activation,
     };
     let mut list = Vec::new();
-    if shared > 0 {
-        list.push(dense(&|part: &str| name(&format!("{part}_shexp")), shared * hidden)?);
+    let of_shared = |part: &str| name(&format!("{part}_shexp"));
+    // Their number may be missing where their tensors are not.
+    let shared_hidden = match shared {
+        0 => weights.rows(&of_shared("ffn_gate")),
+        _ => Some(shared * hidden),
+    };
+    if let Some(hidden) = shared_hidden {
+        list.push(dense(&of_shared, hidden)?);
     }
     list.push(branch(FeedForward::Experts(Box::new(experts)))?);
     Ok(list)

@@ -306,6 +306,11 @@ impl Weights {
         self.file.tensor(name).is_some()
     }
 
+    /// The rows of a matrix that may be missing.
+    pub(super) fn rows(&self, name: &str) -> Option<usize> {
+        self.file.tensor(name)?.shape().first().and_then(|&rows| usize::try_from(rows).ok())
+    }
+
     /// A tensor of exactly this shape (row-major), of any type that kernels read.
     ///
     /// # Errors

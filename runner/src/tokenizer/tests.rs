@@ -296,4 +296,15 @@ proptest! {
         let ids = tokenizer.encode(&text, Encode { add_special: false, parse_special: false }).unwrap();
         prop_assert_eq!(tokenizer.decode(&ids, true).unwrap(), text);
     }
+
+    #[test]
+    fn any_text_survives_the_round_trip_in_bytes(text in "\\PC{0,40}|[ \\r\n\t0-9!é一▁<|a-e]{0,60}") {
+        // Expressions take a while to compile.
+        static BYTES: std::sync::LazyLock<Tokenizer> = std::sync::LazyLock::new(|| {
+            Tokenizer::from_gguf(&Gguf::open(&data("deepseek-v3.gguf")).unwrap()).unwrap()
+        });
+        let tokenizer = &*BYTES;
+        let ids = tokenizer.encode(&text, Encode { add_special: false, parse_special: false }).unwrap();
+        prop_assert_eq!(tokenizer.decode(&ids, true).unwrap(), text);
+    }
 }
