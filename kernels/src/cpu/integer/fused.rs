@@ -134,6 +134,7 @@ unsafe fn unpack_rows<B: Blocks>(w: &[u8], row_bytes: usize, from: usize, bytes:
 /// # Safety
 /// The features are there.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,f16c")]
+#[allow(clippy::needless_range_loop, reason = "rows are counted on both sides")]
 unsafe fn run<B: Blocks, const T: usize, const S: usize>(
     w: &[u8],
     row_bytes: usize,
