@@ -1,5 +1,6 @@
 // `expert_matmul` with many tokens. Grid: tiles of rows, experts. A block finds the slots of its expert in the ids and
-// multiplies its rows with them, 64 at a time in the order of the slots. Without ids (`head_matmul`) slot k of a token takes expert k.
+// multiplies its rows with them, 64 at a time in the order of the slots. Experts from number `experts` on are those of `more`; slots
+// with id -1 get zeros. Without ids (`head_matmul`) slot k of a token takes expert k.
 #include "tiles.cuh"
 
 struct SlotRows {
@@ -18,12 +19,13 @@ struct SlotRows {
 };
 
 template <class Tile>
-EVG_DEVICE void multiply_experts(Matrix a, u32 experts, const int* ids, u32 slots, SlotRows rows, u32* buffers) {
+EVG_DEVICE void multiply_experts(Matrix a, u32 experts, const int* ids, u32 slots, SlotRows rows, u32* buffers, const u8* more, u32 more_experts) {
     constexpr u32 WARPS = TILE_THREADS / 32;
     __shared__ u32 list[TILE], found_by[WARPS], resume;
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     rows.list = list;
-    a.w += u64(blockIdx.y) * a.out * a.row_bytes;
+    if (blockIdx.y >= experts) a.w = more + u64(blockIdx.y - experts) * a.out * a.row_bytes;
+    else a.w += u64(blockIdx.y) * a.out * a.row_bytes;
     if (!ids) {
         // The slots of a head are one a token.
         for (u32 next = 0; next < slots; next += TILE * rows.used) {
@@ -43,7 +45,11 @@ EVG_DEVICE void multiply_experts(Matrix a, u32 experts, const int* ids, u32 slot
             bool match = false;
             if (slot < slots) {
                 const int id = ids[slot];
-                if (u32(id) >= experts) evg_fault("expert id out of range");
+                if (id != -1 && u32(id) >= experts + more_experts) evg_fault("expert id out of range");
+                if (id == -1 && blockIdx.y == 0) {
+                    float* to = at<float>(rows.y, slot / rows.used * rows.y_strides[0] + slot % rows.used * rows.y_strides[1]);
+                    for (u32 row = blockIdx.x * TILE; row < min_u32(a.out, (blockIdx.x + 1) * TILE); row++) to[row] = 0.0f;
+                }
                 match = u32(id) == blockIdx.y;
             }
             const u32 votes = __ballot_sync(FULL_WARP, match);
@@ -69,19 +75,21 @@ EVG_DEVICE void multiply_experts(Matrix a, u32 experts, const int* ids, u32 slot
 
 EVG_KERNEL(expert_matmul_tiled_f32, EVG_BOUNDS(TILE_THREADS))
 (const u8* w, u32 type, u32 experts, u32 out, u32 in, const int* ids, u32 tokens, u32 used, const char* x, u64 x_stride0,
- u64 x_stride1, char* y, u64 y_stride0, u64 y_stride1, const char*, u64, u64) {
+ u64 x_stride1, char* y, u64 y_stride0, u64 y_stride1, const char*, u64, u64, const u8* more,
+ u32 more_experts) {
     evg_begin();
     EVG_DYNAMIC_SHARED(u32, buffers);
     const SlotRows rows = {nullptr, used, x, {x_stride0, x_stride1}, nullptr, {0, 0}, y, {y_stride0, y_stride1}};
-    multiply_experts<FloatTile>(matrix(w, type, out, in), experts, ids, tokens * used, rows, buffers);
+    multiply_experts<FloatTile>(matrix(w, type, out, in), experts, ids, tokens * used, rows, buffers, more, more_experts);
 }
 
 EVG_KERNEL(expert_matmul_tiled_q8, EVG_BOUNDS(TILE_THREADS))
 (const u8* w, u32 type, u32 experts, u32 out, u32 in, const int* ids, u32 tokens, u32 used, const char* x, u64 x_stride0,
- u64 x_stride1, char* y, u64 y_stride0, u64 y_stride1, const char* scales, u64 scales_stride0, u64 scales_stride1) {
+ u64 x_stride1, char* y, u64 y_stride0, u64 y_stride1, const char* scales, u64 scales_stride0, u64 scales_stride1,
+ const u8* more, u32 more_experts) {
     evg_begin();
     EVG_DYNAMIC_SHARED(u32, buffers);
     const SlotRows rows = {nullptr, used, x,  {x_stride0, x_stride1}, scales, {scales_stride0, scales_stride1},
                            y,       {y_stride0, y_stride1}};
-    multiply_experts<EightTile>(matrix(w, type, out, in), experts, ids, tokens * used, rows, buffers);
+    multiply_experts<EightTile>(matrix(w, type, out, in), experts, ids, tokens * used, rows, buffers, more, more_experts);
 }

@@ -20,8 +20,10 @@ EVG_KERNEL(expert_sum, EVG_BOUNDS(256))(const char* y, u64 y_stride, u64 y_slot,
                 float weight = w[threadIdx.x];
                 if (scaled) {
                     const int expert = id[threadIdx.x];
-                    if (u32(expert) >= experts) evg_fault("expert id out of range");
-                    weight *= at<float>(scale, 0)[expert];
+                    if (expert != -1) {
+                        if (u32(expert) >= experts) evg_fault("expert id out of range");
+                        weight *= at<float>(scale, 0)[expert];
+                    }
                 }
                 shared[threadIdx.x] = weight;
             }
@@ -47,7 +49,7 @@ EVG_KERNEL(expert_sum, EVG_BOUNDS(256))(const char* y, u64 y_stride, u64 y_slot,
             float sum = 0.0f;
             for (u32 k = 0; k < used; k++) {
                 float weight = w[k];
-                if (scaled) {
+                if (scaled && id[k] != -1) {
                     if (u32(id[k]) >= experts) evg_fault("expert id out of range");
                     weight *= at<float>(scale, 0)[id[k]];
                 }

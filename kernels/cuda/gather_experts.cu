@@ -1,4 +1,4 @@
-// out[k] = w[ids[k]], `bytes` each. Grid: pieces of an expert, places.
+// out[k] = w[ids[k]], `bytes` each, but for ids of -1. Grid: pieces of an expert, places.
 #include "common.cuh"
 
 // Words of a size that both sides are aligned to; several loads of each thread are under way at once, since the way may be long.
@@ -22,6 +22,7 @@ EVG_KERNEL(gather_experts, EVG_BOUNDS(256))(const u8* w, u32 experts, u64 bytes,
     evg_begin();
     for (u32 place = blockIdx.y; place < places; place += gridDim.y) {
         const int id = ids[place];
+        if (id == -1) continue;
         if (u32(id) >= experts) evg_fault("expert id out of range");
         const u8* from = w + u64(id) * bytes;
         u8* to = out + u64(place) * bytes;

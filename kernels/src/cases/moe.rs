@@ -1,7 +1,7 @@
 //! Cases of the choice of experts and of the sum over them.
 
 use super::Case;
-use crate::ops::{ExpertSum, GatherExperts, GroupRank, Router, Scoring};
+use crate::ops::{Chosen, ExpertSum, GatherExperts, GroupRank, Router, Scoring, ShareExperts};
 use crate::quant::QuantType;
 
 pub(super) fn cases() -> Vec<Case> {
@@ -50,7 +50,8 @@ pub(super) fn cases() -> Vec<Case> {
                     let out = t.strided_output(&[tokens, width], 1, 2)?;
                     return Ok(Box::new(ExpertSum { y, weights, expert_scale: None, residual: None, out }));
                 }
-                let ids: Vec<i32> = (0..tokens * used).map(|i| (i * 5 % 11) as i32).collect();
+                // Some are no experts.
+                let ids: Vec<i32> = (0..tokens * used).map(|i| (i * 5 % 12) as i32 - 1).collect();
                 let expert_scale = Some((t.noise(&[11])?, t.ints(&[tokens, used], &ids)?));
                 let out = t.strided_noise(&[tokens, width], 2, 2)?;
                 Ok(Box::new(ExpertSum { y, weights, expert_scale, residual: Some(out.clone()), out }))
@@ -61,14 +62,52 @@ pub(super) fn cases() -> Vec<Case> {
         ("Q4_0, whole words", QuantType::Q4_0, [7, 24, 64], vec![6, 0, 6]),
         ("Q4_0, halves of words", QuantType::Q4_0, [5, 3, 96], vec![4, 2]),
         ("F32, one", QuantType::F32, [1, 1, 1], vec![0]),
+        ("Q4_0, some left as they are", QuantType::Q4_0, [5, 3, 64], vec![-1, 4, -1, 0]),
         ("Q8_0, large", QuantType::Q8_0, [3, 300, 1024], vec![2, 1, 0, 2]),
     ] {
         list.push(Case::new("gather_experts", name, 0.0, move |t| {
             let values = t.random(shape.iter().product());
             let (w, places) = (t.typed(ty, &shape, &values)?, ids.len());
-            let blank = vec![0; places * w.range().len() / shape[0]];
+            let blank = vec![7; places * w.range().len() / shape[0]];
             let out = t.bytes(ty, &[places, shape[1], shape[2]], &blank)?;
             Ok(Box::new(GatherExperts { w, ids: t.ints(&[places], &ids)?, out }))
+        }));
+    }
+    // Chosen, the slot of each of them, places for fetched ones.
+    for (name, ids, at, fetches) in [
+        ("all kept", vec![3, 9, 5], vec![0, 2, 6], 0),
+        ("all kept, more than are fetched", vec![3, 9, 5, 0], vec![0, 2, 6, 1], 2),
+        ("none kept", vec![3, 9, 5, 1], vec![-1, -1, -1, -1], 3),
+        ("none kept, none fetched", vec![11, 9], vec![-1, -1], 0),
+        ("some kept", vec![7, 2, 4, 10, 1, 8, 0, 6], vec![-1, 3, -1, -1, 0, -1, 5, -1], 4),
+        ("enough kept", vec![7, 2, 4, 10], vec![-1, 6, -1, 0], 2),
+        ("all fetched", vec![7, 2, 4], vec![-1, 6, -1], 3),
+        ("one chosen twice", vec![5, 2, 5], vec![-1, 1, -1], 2),
+        ("one", vec![0], vec![-1], 0),
+    ] {
+        list.push(Case::new("share_experts", name, 0.0, move |t| {
+            let used = ids.len();
+            let mut table = vec![-1; 12];
+            ids.iter().zip(&at).for_each(|(&id, &slot)| table[id as usize] = slot);
+            let counts: Vec<i32> = (0..12).map(|expert| expert * 3).collect();
+            let mut chosen = || {
+                Ok::<_, crate::KernelError>(Chosen {
+                    ids: t.ints(&[1, used], &vec![-9; used])?,
+                    weights: t.output(&[1, used])?,
+                })
+            };
+            let (device, host) = (chosen()?, chosen()?);
+            Ok(Box::new(ShareExperts {
+                ids: t.ints(&[1, used], &ids)?,
+                weights: t.noise(&[1, used])?,
+                at: t.ints(&[12], &table)?,
+                slots: 7,
+                counts: t.ints(&[12], &counts)?,
+                device,
+                places: t.ints(&[1, used], &vec![-9; used])?,
+                fetched: if fetches > 0 { Some(t.ints(&[fetches], &vec![-9; fetches])?) } else { None },
+                host,
+            }))
         }));
     }
     list

@@ -40,6 +40,11 @@ pub(super) fn cases() -> Vec<Case> {
             }
         }
     }
+    for (ty, with_eights) in [(QuantType::F32, false), (QuantType::Q4_0, false), (QuantType::Q4_0, true)] {
+        for tokens in [1, 33] {
+            experts_in_two_places(&mut list, ty, tokens, with_eights);
+        }
+    }
     per_head(&mut list);
     for (ty, cols) in [(QuantType::F32, 99), (QuantType::F16, 99), (QuantType::BF16, 7)] {
         for tokens in [1, 3, 10] {
@@ -160,6 +165,25 @@ fn experts(list: &mut Vec<Case>, ty: QuantType, tokens: usize, per_slot: bool, w
             return Ok(Box::new(ExpertMatMul::quantized(w, q, scales, ids, y)));
         }
         Ok(Box::new(ExpertMatMul::new(w, t.strided_noise(shape, 1, 4)?, ids, y)))
+    }));
+}
+
+/// Experts in two places, and slots that have none.
+fn experts_in_two_places(list: &mut Vec<Case>, ty: QuantType, tokens: usize, with_eights: bool) {
+    let (out, cols, used) = (70, 512, 4);
+    let form = if with_eights { "q8" } else { "f32" };
+    list.push(Case::new("expert_matmul", format!("{ty} {form} {tokens} tokens, two places"), SUMMED, move |t| {
+        let (w, more) = (weight(t, ty, &[2, out, cols])?, weight(t, ty, &[3, out, cols])?);
+        let ids: Vec<i32> = (0..tokens * used).map(|slot| [1, -1, 4, 0, 2, -1, -1, 3][slot * 5 % 8]).collect();
+        let ids = t.ints(&[tokens, used], &ids)?;
+        let y = t.strided_output(&[tokens, used, out], 1, 2)?;
+        let product = if with_eights {
+            let (q, scales) = eights(t, &[tokens, cols], true)?;
+            ExpertMatMul::quantized(w, q, scales, ids, y)
+        } else {
+            ExpertMatMul::new(w, t.strided_noise(&[tokens, cols], 1, 4)?, ids, y)
+        };
+        Ok(Box::new(ExpertMatMul { more: Some(more), ..product }))
     }));
 }
 

@@ -140,17 +140,76 @@ pub(super) fn gather_experts(ctx: &KernelContext<'_>) -> Result<(), Fault> {
     let ids = load::<i32>(ctx, ids, places)?;
     let out = Rows::<u8>::write(ctx, out, places, bytes, bytes)?;
     let mut sources = Vec::with_capacity(places);
-    for id in ids {
+    for (place, id) in ids.into_iter().enumerate().filter(|(_, id)| *id != -1) {
         let expert = usize::try_from(id).ok().filter(|&e| e < experts);
         let expert = expert.ok_or_else(|| ctx.fault(w, bytes, false, "expert id out of range"))?;
         let from = w.checked_add(expert.saturating_mul(bytes)).unwrap_or_default();
         // SAFETY: nobody writes weights. Only those of chosen experts are touched.
-        sources.push(unsafe { ctx.slice::<u8>(from, bytes)? });
+        sources.push((place, unsafe { ctx.slice::<u8>(from, bytes)? }));
     }
-    parallel::each(places, bytes / 8, |place| {
+    parallel::each(sources.len(), bytes / 8, |task| {
+        let (place, source) = sources[task];
         // SAFETY: each place belongs to one task; the op checked that output and inputs are apart.
-        unsafe { out.row_mut(place, 0) }.copy_from_slice(sources[place]);
+        unsafe { out.row_mut(place, 0) }.copy_from_slice(source);
     });
+    Ok(())
+}
+
+/// `share_experts`.
+pub(super) fn share_experts(ctx: &KernelContext<'_>) -> Result<(), Fault> {
+    let mut a = Reader::new(ctx);
+    let (ids, weights, used, at, counts) = (a.ptr()?, a.ptr()?, a.dim()?, a.ptr()?, a.ptr()?);
+    let (experts, slots) = (a.dim()?, a.dim()?);
+    let (device_ids, device_weights, places) = (a.ptr()?, a.ptr()?, a.ptr()?);
+    let (fetched, fetches) = (a.optional()?, a.dim()?);
+    let (host_ids, host_weights) = (a.ptr()?, a.ptr()?);
+    let (chosen, given) = (load::<i32>(ctx, ids, used)?, load::<f32>(ctx, weights, used)?);
+    let table = load::<i32>(ctx, at, experts)?;
+    let mut kept = Vec::with_capacity(used);
+    for &id in &chosen {
+        let slot = usize::try_from(id).ok().and_then(|id| table.get(id));
+        let slot = *slot.ok_or_else(|| ctx.fault(ids, 4, false, "expert id out of range"))?;
+        let known = slot == -1 || usize::try_from(slot).is_ok_and(|slot| slot < slots);
+        kept.push(if known { slot } else { return Err(ctx.fault(at, 4, false, "slot of an expert out of range")) });
+    }
+    let write = |ptr, cols| Rows::<i32>::write(ctx, ptr, 1, cols, cols * 4);
+    let (counts, device_ids, places) = (write(counts, experts)?, write(device_ids, used)?, write(places, used)?);
+    let (host_ids, fetched) = (write(host_ids, used)?, fetched.map(|ptr| write(ptr, fetches)).transpose()?);
+    let device_weights = Rows::<f32>::write(ctx, device_weights, 1, used, used * 4)?;
+    let host_weights = Rows::<f32>::write(ctx, host_weights, 1, used, used * 4)?;
+    // SAFETY: one task does all; the op checked that outputs are apart from each other and from inputs, which were copied out.
+    let (counts, places) = unsafe { (counts.row_mut(0, 0), places.row_mut(0, 0)) };
+    // SAFETY: as above.
+    let mut device = unsafe { (device_ids.row_mut(0, 0), device_weights.row_mut(0, 0), 0) };
+    // SAFETY: as above.
+    let mut host = unsafe { (host_ids.row_mut(0, 0), host_weights.row_mut(0, 0), 0) };
+    // SAFETY: as above.
+    let fetched = fetched.map_or(&mut [][..], |fetched| unsafe { fetched.row_mut(0, 0) });
+    for (ids, weights) in [(&mut *device.0, &mut *device.1), (&mut *host.0, &mut *host.1)] {
+        ids.fill(-1);
+        weights.fill(0.0);
+    }
+    places.fill(-1);
+    fetched.fill(-1);
+    let wanted = fetches.saturating_sub(kept.iter().filter(|&&slot| slot != -1).count());
+    let mut coming = 0;
+    let before: Vec<i32> = chosen.iter().map(|&id| counts[id as usize]).collect();
+    for (place, (&id, &slot)) in chosen.iter().zip(&kept).enumerate() {
+        // An expert that was chosen twice counts once.
+        counts[id as usize] = before[place].wrapping_add(1);
+        let fetch = slot == -1 && coming < wanted;
+        let (ids, weights, next) = if slot != -1 || fetch { &mut device } else { &mut host };
+        ids[*next] = id;
+        weights[*next] = given[place];
+        if fetch {
+            fetched[coming] = id;
+            places[*next] = coming as i32;
+            coming += 1;
+        } else if slot != -1 {
+            places[*next] = slot + fetches as i32;
+        }
+        *next += 1;
+    }
     Ok(())
 }
 
@@ -167,7 +226,8 @@ pub(super) fn expert_sum(ctx: &KernelContext<'_>) -> Result<(), Fault> {
     if let (Some(scale), Some(ids)) = (scale, ids) {
         let at = scale;
         let scale = load::<f32>(ctx, scale, experts)?;
-        for (weight, id) in weights.iter_mut().zip(load::<i32>(ctx, ids, tokens * used)?) {
+        let ids = load::<i32>(ctx, ids, tokens * used)?;
+        for (weight, id) in weights.iter_mut().zip(ids).filter(|(_, id)| *id != -1) {
             let scale = usize::try_from(id).ok().and_then(|id| scale.get(id));
             *weight *= scale.ok_or_else(|| ctx.fault(at, 4, false, "expert id out of range"))?;
         }

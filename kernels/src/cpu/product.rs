@@ -124,6 +124,7 @@ pub(super) fn expert_matmul(ctx: &KernelContext<'_>) -> Result<(), Fault> {
     let (x, x_strides) = (a.ptr()?, [a.stride()?, a.stride()?]);
     let (y, y_strides) = (a.ptr()?, [a.stride()?, a.stride()?]);
     let (scales, scales_strides) = (a.optional()?, [a.stride()?, a.stride()?]);
+    let (more, more_experts) = (a.optional()?, a.dim()?);
     let row_bytes = row_bytes(ctx, ty, cols)?;
     let ids = match ids {
         Some(ids) => super::span::load::<i32>(ctx, ids, tokens * used)?,
@@ -133,13 +134,23 @@ pub(super) fn expert_matmul(ctx: &KernelContext<'_>) -> Result<(), Fault> {
     let x = Inputs::read(ctx, (x, x_strides), (scales, scales_strides), [tokens, used], cols, ty)?;
     let y = Rows::<f32>::write3(ctx, y, [tokens, used], out, y_strides)?;
     let mut products: Vec<Product<'_>> = Vec::new();
-    let mut of_expert = vec![usize::MAX; experts];
+    let all = experts + more_experts;
+    let mut of_expert = vec![usize::MAX; all];
     for (slot, &id) in ids.iter().enumerate() {
-        let expert = usize::try_from(id).ok().filter(|&e| e < experts);
+        if id == -1 {
+            // SAFETY: nobody else writes the row, as in `run_few`.
+            unsafe { y.row_mut(slot / used, slot % used) }.fill(0.0);
+            continue;
+        }
+        let expert = usize::try_from(id).ok().filter(|&e| e < all);
         let expert = expert.ok_or_else(|| ctx.fault(w, out * row_bytes, false, "expert id out of range"))?;
         if of_expert[expert] == usize::MAX {
             of_expert[expert] = products.len();
-            let slab = w.checked_add(expert * out * row_bytes).unwrap_or_default();
+            let (first, number) = match more {
+                Some(more) if expert >= experts => (more, expert - experts),
+                _ => (w, expert),
+            };
+            let slab = first.checked_add(number * out * row_bytes).unwrap_or_default();
             // SAFETY: as in `matmul`. Only the slabs of chosen experts are touched.
             let w = unsafe { ctx.slice::<u8>(slab, out * row_bytes)? };
             products.push(Product { ty, w, row_bytes, cols, x: x.none(), places: Vec::new() });

@@ -28,7 +28,7 @@ pub const SOURCES: &[Source] = sources![
     "fp8_kv_quantize" "gather_experts" "get_rows" "glu" "hc_expand" "hc_split_sinkhorn" "hc_weighted_sum" "host_turn"
     "index_scores" "index_top" "kv_store" "latent_heads" "matmul" "matvec_f32_t1" "matvec_f32_t4" "matvec_q8_t1"
     "matvec_q8_t8" "mul" "probe" "quantize" "residual_norm" "rms_norm" "rope" "rope_tail" "router" "sample" "scale"
-    "soft_max" "softcap"
+    "share_experts" "soft_max" "softcap"
 ];
 
 /// Every header that they may include, by the name under which they do. Nothing else can be included.

@@ -58,6 +58,17 @@ impl Check {
         if view.ty().supported() { Ok(()) } else { Err(self.bad_type(role, view, "a supported float or block type")) }
     }
 
+    /// `view` is of the type of `of`.
+    pub(super) fn same_type(
+        &self,
+        role: &str,
+        view: &TensorView,
+        of: &TensorView,
+        expected: &'static str,
+    ) -> Result<(), KernelError> {
+        if view.ty() == of.ty() { Ok(()) } else { Err(self.bad_type(role, view, expected)) }
+    }
+
     /// `x` are floats, or 8-bit integers with scales for a weight in blocks. Shapes are the op's business.
     pub(super) fn activations(
         &self,

@@ -9,7 +9,8 @@ use crate::KernelError;
 /// `y[t, k] = W[ids[t, k]] x[t]`, or `… x[t, k]` where each slot has its own input (the down projection).
 ///
 /// Merged gate and up weights are one such product with `out = 2 F`; narrow `y` for the two halves.
-/// Only chosen experts' weights are touched. An id outside `0 .. E` is a fault. Activations are floats, or quantised as
+/// Only chosen experts' weights are touched. Id -1 says that there is no expert: zeros are written. Another id outside `0 .. E`, or
+/// `0 .. E + S` where there are [`more`](Self::more), is a fault. Activations are floats, or quantised as
 /// in [`MatMul`](super::MatMul).
 #[derive(Clone, Debug)]
 pub struct ExpertMatMul {
@@ -23,19 +24,21 @@ pub struct ExpertMatMul {
     pub ids: TensorView,
     /// `[T, K, out]` F32.
     pub y: TensorView,
+    /// `[S, out, in]`, of the type of `w` and as it without gaps: experts `E .. E + S`, which are elsewhere.
+    pub more: Option<TensorView>,
 }
 
 impl ExpertMatMul {
     /// The products with activations of floats.
     #[must_use]
     pub fn new(w: TensorView, x: TensorView, ids: TensorView, y: TensorView) -> Self {
-        Self { w, x, scales: None, ids, y }
+        Self { w, x, scales: None, ids, y, more: None }
     }
 
     /// The products with quantised activations.
     #[must_use]
     pub fn quantized(w: TensorView, q: TensorView, scales: TensorView, ids: TensorView, y: TensorView) -> Self {
-        Self { w, x: q, scales: Some(scales), ids, y }
+        Self { w, x: q, scales: Some(scales), ids, y, more: None }
     }
 }
 
@@ -45,7 +48,8 @@ impl Op for ExpertMatMul {
     }
 
     fn reads(&self) -> Vec<&TensorView> {
-        [Some(&self.w), Some(&self.x), self.scales.as_ref(), Some(&self.ids)].into_iter().flatten().collect()
+        let list = [Some(&self.w), Some(&self.x), self.scales.as_ref(), Some(&self.ids), self.more.as_ref()];
+        list.into_iter().flatten().collect()
     }
 
     fn writes(&self) -> Vec<&TensorView> {
@@ -73,6 +77,13 @@ impl Op for ExpertMatMul {
             check.shape("scales", scales, shape)?;
             check.apart("y", &self.y, &[("scales", scales)])?;
         }
+        if let Some(more) = &self.more {
+            check.rank("more", more, &["S", "out", "in"])?;
+            check.shape("more", more, &[more.dim(0), self.w.dim(1), cols])?;
+            check.same_type("more", more, &self.w, "the type of w")?;
+            check.contiguous("more", more)?;
+            check.apart("y", &self.y, &[("more", more)])?;
+        }
         check.apart("y", &self.y, &[("w", &self.w), ("x", &self.x), ("ids", &self.ids)])
     }
 
@@ -98,6 +109,8 @@ impl Op for ExpertMatMul {
             .optional(self.scales.as_ref())
             .optional_stride(self.scales.as_ref(), 0)
             .optional_stride(self.scales.as_ref(), slot)
+            .optional(self.more.as_ref())
+            .dim(self.more.as_ref().map_or(0, |more| more.dim(0)))
     }
 
     fn launches(&self, device: &DeviceInfo) -> Launches {

@@ -5,6 +5,9 @@ use super::{Call, Op, TensorView};
 use crate::KernelError;
 
 /// `out[t] = residual[t] + sum over k of weights[t, k] * expert_scale[ids[t, k]] * y[t, k]`, summed in the order of k.
+///
+/// Id -1 says that there is no expert: the factor is one then, and so a weight of 0 leaves nothing, since the products write zeros.
+/// Another id outside `0 .. E` is a fault.
 #[derive(Clone, Debug)]
 pub struct ExpertSum {
     /// `[T, K, D]` F32.

@@ -7,7 +7,7 @@ use crate::KernelError;
 /// `out[k] = W[ids[k]]`, as they are: brings experts from memory that is slow to read, such as the host's, to where their
 /// products read them several times.
 ///
-/// Only chosen experts are touched. An id outside `0 .. E` is a fault.
+/// Only chosen experts are touched. For id -1 nothing is read or written; another id outside `0 .. E` is a fault.
 #[derive(Clone, Debug)]
 pub struct GatherExperts {
     /// `[E, out, in]`, any type; without gaps.
@@ -42,14 +42,7 @@ impl Op for GatherExperts {
         check.i32("ids", &self.ids)?;
         check.contiguous("ids", &self.ids)?;
         check.shape("out", &self.out, &[self.ids.dim(0), self.w.dim(1), self.w.dim(2)])?;
-        if self.out.ty() != self.w.ty() {
-            return Err(KernelError::Type {
-                op: self.name(),
-                tensor: format!("out ({})", self.out.root().name),
-                expected: "the type of w",
-                found: self.out.ty(),
-            });
-        }
+        check.same_type("out", &self.out, &self.w, "the type of w")?;
         check.contiguous("out", &self.out)?;
         check.apart("out", &self.out, &[("w", &self.w), ("ids", &self.ids)])
     }

@@ -69,6 +69,8 @@ impl Op for HeadMatMul {
             .optional(None)
             .optional_stride(None, 0)
             .optional_stride(None, 0)
+            .optional(None)
+            .dim(0)
     }
 
     fn launches(&self, device: &DeviceInfo) -> Launches {

@@ -44,6 +44,7 @@ mod rope;
 mod rope_tail;
 mod router;
 mod sample;
+mod share_experts;
 mod soft_max;
 
 #[cfg(test)]
@@ -90,6 +91,7 @@ pub use rope::{Rope, RopeKind, Yarn};
 pub use rope_tail::RopeTail;
 pub use router::{GroupRank, Router, Scoring};
 pub use sample::{Sample, SampleState};
+pub use share_experts::{Chosen, ShareExperts};
 pub use soft_max::SoftMax;
 pub use view::{MAX_RANK, Root, TensorView};
 

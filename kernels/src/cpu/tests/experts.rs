@@ -1,5 +1,5 @@
 use super::*;
-use crate::ops::{ExpertSum, GroupRank, Router, Scoring};
+use crate::ops::{Chosen, ExpertMatMul, ExpertSum, GroupRank, Router, Scoring, ShareExperts};
 
 struct Routed {
     ids: Vec<i32>,
@@ -131,4 +131,74 @@ fn expert_sum_weighs_scales_and_adds() {
         out: memory.output(&[1, 2]),
     };
     assert!(memory.run(&op).unwrap_err().owner.contains("expert id"));
+}
+
+/// Lists of the device with places, what it fetches, and the list of the host, for six chosen of ten experts and this table of slots.
+type Lists = [Vec<i32>; 4];
+
+fn share(at: [i32; 10], fetches: usize) -> (Lists, [Vec<f32>; 2], Vec<i32>) {
+    let mut memory = Memory::default();
+    let mut chosen = || Chosen { ids: memory.ints(&[1, 6], &[-9; 6]), weights: memory.floats(&[1, 6], &[9.0; 6]) };
+    let (device, host) = (chosen(), chosen());
+    let (places, counts) = (memory.ints(&[1, 6], &[-9; 6]), memory.ints(&[10], &[5; 10]));
+    let fetched = (fetches > 0).then(|| memory.ints(&[fetches], &vec![-9; fetches]));
+    let op = ShareExperts {
+        ids: memory.ints(&[1, 6], &[8, 2, 5, 0, 9, 3]),
+        weights: memory.floats(&[1, 6], &[0.8, 0.2, 0.5, 0.25, 0.9, 0.3]),
+        at: memory.ints(&[10], &at),
+        slots: 4,
+        counts: counts.clone(),
+        device: device.clone(),
+        places: places.clone(),
+        fetched: fetched.clone(),
+        host: host.clone(),
+    };
+    memory.run(&op).unwrap();
+    let fetched = fetched.map_or_else(Vec::new, |fetched| read_ints(&fetched));
+    let lists = [read_ints(&device.ids), read_ints(&places), fetched, read_ints(&host.ids)];
+    (lists, [read(&device.weights), read(&host.weights)], read_ints(&counts))
+}
+
+#[test]
+fn the_device_does_what_it_keeps_and_fetches_what_is_missing_to_its_share() {
+    let at = [-1, 3, 1, -1, -1, -1, -1, 2, -1, 0];
+    let (lists, weights, counts) = share(at, 0);
+    assert_eq!(lists, [vec![2, 9, -1, -1, -1, -1], vec![1, 0, -1, -1, -1, -1], vec![], vec![8, 5, 0, 3, -1, -1]]);
+    assert_eq!(weights, [[0.2, 0.9, 0.0, 0.0, 0.0, 0.0], [0.8, 0.5, 0.25, 0.3, 0.0, 0.0]]);
+    assert_eq!(counts, [6, 5, 6, 6, 5, 6, 5, 5, 6, 6], "chosen ones are counted, wherever they are done");
+    // Two of four are there: the first two of the others come.
+    let (lists, weights, _) = share(at, 4);
+    assert_eq!(
+        lists,
+        [vec![8, 2, 5, 9, -1, -1], vec![0, 5, 1, 4, -1, -1], vec![8, 5, -1, -1], vec![0, 3, -1, -1, -1, -1]]
+    );
+    assert_eq!(weights, [[0.8, 0.2, 0.5, 0.9, 0.0, 0.0], [0.25, 0.3, 0.0, 0.0, 0.0, 0.0]]);
+    // As many are there as it does at least, or more.
+    assert_eq!(share(at, 2).0[2], [-1, -1]);
+    assert_eq!(share(at, 1).0[3], [8, 5, 0, 3, -1, -1]);
+    // None are there, and all come: the host has nothing left.
+    let (lists, ..) = share([-1; 10], 6);
+    assert_eq!(lists, [vec![8, 2, 5, 0, 9, 3], vec![0, 1, 2, 3, 4, 5], vec![8, 2, 5, 0, 9, 3], vec![-1; 6]]);
+}
+
+#[test]
+fn experts_of_two_places_are_those_of_one_and_none_gives_zeros() {
+    let (w, x) = (random(1, 5 * 3 * 32), random(2, 2 * 32));
+    let run = |ids: &[i32], apart: bool| {
+        let mut memory = Memory::default();
+        let y = memory.floats(&[2, 3, 3], &[f32::NAN; 18]);
+        let all = if apart { 2 } else { 5 };
+        let (first, x) = (memory.floats(&[all, 3, 32], &w[..all * 96]), memory.floats(&[2, 32], &x));
+        let product = ExpertMatMul::new(first, x, memory.ints(&[2, 3], ids), y.clone());
+        let more = apart.then(|| memory.floats(&[3, 3, 32], &w[2 * 96..]));
+        memory.run(&ExpertMatMul { more, ..product }).map(|()| read(&y))
+    };
+    let wanted = run(&[0, 4, 2, 1, 1, 3], false).unwrap();
+    assert_eq!(run(&[0, 4, 2, 1, 1, 3], true).unwrap(), wanted);
+    let some = run(&[0, -1, 2, -1, 1, 3], true).unwrap();
+    for (slot, (found, wanted)) in some.chunks(3).zip(wanted.chunks(3)).enumerate() {
+        assert_eq!(found, if [1, 3].contains(&slot) { &[0.0; 3] } else { wanted }, "slot {slot}");
+    }
+    assert!(run(&[0, 5, 2, 1, 1, 3], true).unwrap_err().owner.contains("expert id"));
+    assert!(run(&[0, -2, 2, 1, 1, 3], true).unwrap_err().owner.contains("expert id"));
 }

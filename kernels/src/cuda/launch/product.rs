@@ -58,6 +58,7 @@ pub(crate) fn matmul(op: &MatMul, device: &DeviceInfo) -> Launches {
 /// `expert_matmul`.
 pub(crate) fn expert_matmul(op: &ExpertMatMul, device: &DeviceInfo) -> Launches {
     let (ty, experts, out, cols) = (op.w.ty(), op.w.dim(0), op.w.dim(1), op.w.dim(2));
+    let all = experts.saturating_add(op.more.as_ref().map_or(0, |more| more.dim(0)));
     let (tokens, used) = (op.ids.dim(0), op.ids.dim(1));
     let eights = op.scales.is_some();
     let (kernel, config) = if tokens <= FEW {
@@ -65,9 +66,9 @@ pub(crate) fn expert_matmul(op: &ExpertMatMul, device: &DeviceInfo) -> Launches 
         let kind = MatVec { ty, eights, tokens: 1 };
         (kernel, kind.config(out, cols, tokens.saturating_mul(used), device.multiprocessors))
     } else if eights {
-        ("expert_matmul_tiled_q8", tiled(out, experts, true))
+        ("expert_matmul_tiled_q8", tiled(out, all, true))
     } else {
-        ("expert_matmul_tiled_f32", tiled(out, experts, false))
+        ("expert_matmul_tiled_f32", tiled(out, all, false))
     };
     smallvec![Launch { kernel, config, args: op.call().args }]
 }
