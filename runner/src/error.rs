@@ -173,6 +173,14 @@ pub enum Error {
         /// What is to be left.
         margin_bytes: u64,
     },
+    /// A cache of experts that the device has no room for.
+    #[error("a cache of experts of {bytes} bytes: {source}; try: a smaller --expert-cache")]
+    ExpertCache {
+        /// What it takes.
+        bytes: usize,
+        /// What the pool says.
+        source: evergraph_pool::PoolError,
+    },
     /// A check that did not hold.
     #[error("a check did not hold: {0}")]
     CheckFailed(String),
@@ -196,6 +204,7 @@ impl Error {
             Self::Pool { source } | Self::Graph { source: evergraph_graphcache::CacheError::Pool(source) } => {
                 source.is_out_of_memory()
             }
+            Self::ExpertCache { source, .. } => source.is_out_of_memory(),
             Self::Driver(error) => error.is_out_of_memory(),
             _ => false,
         }

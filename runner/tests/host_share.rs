@@ -230,6 +230,92 @@ fn experts_that_the_device_fetches_for_a_token_change_no_more_than_the_order_of_
     }
 }
 
+/// A session that keeps some experts on the device.
+fn session_caching(model: &str, placement: &Placement, config: RuntimeConfig, cache: usize, fetched: usize) -> Session {
+    let first = session(model, placement, config);
+    let mut settings = SessionConfig::default();
+    (settings.context, settings.ubatch) = (Some(PROMPT.len() + LONG), 4);
+    (settings.kv, settings.device_experts) = ((KvType::F32, KvType::F32), Some(fetched));
+    settings.expert_cache = Some(cache);
+    session_of(first.runtime().clone(), first.model().clone(), settings)
+}
+
+/// Tokens until experts changed places several times.
+const LONG: usize = 400;
+
+fn generate_long(session: &mut Session) -> Run {
+    let mut run = Run { logits: Vec::new(), tokens: Vec::new() };
+    session.feed(&PROMPT, |_, _, _| Ok(())).unwrap();
+    run.tokens.push(session.pick().unwrap());
+    for step in 0..LONG {
+        // What a small model says goes round in circles.
+        if step % 5 == 0 {
+            session.take_next(3 + (step as u32 * step as u32 * 7) % 120).unwrap();
+        }
+        run.tokens.push(session.decode().unwrap());
+        if step % 20 == 19 {
+            run.logits.push(session.last_logits().unwrap());
+        }
+    }
+    run
+}
+
+/// Bytes that hold so many experts of each of these blocks, and no more.
+fn cache_of(session: &Session, experts: usize) -> usize {
+    let mut bytes = 0;
+    let file = session.model().weights.file().clone();
+    for tensor in file.tensors().iter().filter(|tensor| tensor.name().contains("_exps.weight")) {
+        if session.model().weights.home(tensor.name()) == Home::Host {
+            let one = tensor.bytes() as usize / tensor.shape()[0] as usize;
+            bytes += (one * experts).next_multiple_of(256);
+        }
+    }
+    bytes
+}
+
+#[test]
+fn experts_that_the_device_keeps_change_no_more_than_the_order_of_a_sum() {
+    for model in ["gemma4-moe.gguf", "gemma4-moe-q.gguf", "deepseek-v4-q.gguf"] {
+        let config = |mode, graphs, work| config(mode, graphs, work, ActType::F32);
+        let plain = config(PoolMode::Vmm, true, HostWork::Nodes);
+        let wanted = generate_long(&mut session_caching(model, &Placement::default(), plain, 0, 0));
+        let placement = experts_below(usize::MAX);
+        let all = session(model, &placement, config(PoolMode::Vmm, true, HostWork::Nodes));
+        let mut changed = false;
+        for (kept, fetched) in [(1, 0), (2, 2), (3, 0), (usize::MAX, 1)] {
+            let bytes = if kept == usize::MAX { 1 << 30 } else { cache_of(&all, kept) };
+            let ways = [
+                (PoolMode::Vmm, true, HostWork::Turns),
+                (PoolMode::Slab, true, HostWork::Nodes),
+                (PoolMode::Vmm, false, HostWork::Turns),
+            ];
+            let mut first = None;
+            for (mode, graphs, work) in ways {
+                let what = format!("{model} {kept} kept, {fetched} fetched, {mode} {work:?}, graphs {graphs}");
+                let mut session = session_caching(model, &placement, config(mode, graphs, work), bytes, fetched);
+                let run = generate_long(&mut session);
+                near(&run, &wanted, &what);
+                let tally = session.expert_tally().unwrap().unwrap();
+                assert!(tally.chosen > 0 && tally.hits > 0, "{what}: {tally:?}");
+                changed |= tally.came > 0;
+                assert_eq!(tally.hits == tally.chosen, kept == usize::MAX, "{what}: {tally:?}");
+                if kept < usize::MAX {
+                    assert_eq!(session.expert_cache_bytes(), bytes, "{what}");
+                }
+                let counters = session.runtime().graph_counters();
+                assert_eq!((counters.recaptures, counters.stale), (0, 0), "{what}: {counters:?}");
+                let found = (run, tally);
+                // The same experts are in the same slots at the same time, so not even a bit differs.
+                match &first {
+                    Some(first) => assert_eq!(&found, first, "{what}"),
+                    None => first = Some(found),
+                }
+            }
+        }
+        assert!(changed, "{model}: no expert took another's place");
+    }
+}
+
 #[test]
 fn attention_on_the_host_writes_its_scores_out_too() {
     let run = |model: &str, placement: &Placement, graphs, work, flash| {

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::parameters::{FlashAttn, Row};
 use super::{Settings, Stage};
-use crate::engine::{Mark, Runtime, Session, SessionConfig};
+use crate::engine::{ExpertTally, Mark, Runtime, Session, SessionConfig};
 use crate::error::Result;
 use crate::models::Decoder;
 use crate::placement::Account;
@@ -34,6 +34,10 @@ pub struct Measured {
     pub peak_reserved_bytes: u64,
     /// Bytes that one repetition can not do without reading: weights and cache once for each step.
     pub read_bytes: u64,
+    /// The device's copies of experts that stay on the host.
+    pub expert_cache_bytes: u64,
+    /// How often single tokens chose experts of the host in the repetitions, and how often there was a copy; where there are copies.
+    pub experts: ExpertTally,
 }
 
 impl Measured {
@@ -208,6 +212,7 @@ pub(super) fn measure(
         kv: (sequence.type_k, sequence.type_v),
         stream_experts: settings.stream_experts,
         device_experts: settings.device_experts,
+        expert_cache: settings.expert_cache,
         flash_attention: sequence.flash_attn != FlashAttn::Off,
         ..SessionConfig::default()
     };
@@ -225,6 +230,7 @@ pub(super) fn measure(
     if settings.warm_up {
         warm_up(&mut work, &mark, stage)?;
     }
+    let chosen = work.session.expert_tally()?.unwrap_or_default();
     let mut samples_ns = Vec::new();
     for number in 1..=settings.repetitions {
         stage(Stage::Repetition(number));
@@ -237,6 +243,8 @@ pub(super) fn measure(
         events: Events::of(runtime).since(before),
         peak_reserved_bytes: runtime.pool().stats().reserved_bytes.peak,
         read_bytes: work.read_bytes(),
+        expert_cache_bytes: work.session.expert_cache_bytes() as u64,
+        experts: work.session.expert_tally()?.unwrap_or_default().since(chosen),
     })
 }
 

@@ -64,6 +64,8 @@ pub struct Settings {
     pub stream_experts: Option<usize>,
     /// As in [`SessionConfig`](crate::engine::SessionConfig).
     pub device_experts: Option<usize>,
+    /// As in [`SessionConfig`](crate::engine::SessionConfig).
+    pub expert_cache: Option<usize>,
 }
 
 impl Default for Settings {
@@ -76,6 +78,7 @@ impl Default for Settings {
             mmap: true,
             stream_experts: None,
             device_experts: None,
+            expert_cache: None,
         }
     }
 }

@@ -127,6 +127,9 @@ pub(super) struct Flags {
     /// Of a single token's experts on the host, how many the device reads over the bus and does; by default as is best
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=16))]
     device_experts: Option<u32>,
+    /// Memory of the device for experts on the host that single tokens choose most often, such as 2GiB; none by default
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    expert_cache: Option<usize>,
     /// Activations in products with weights in blocks; weights of floats always take floats
     #[arg(long, value_enum, default_value_t = ActChoice::Q8)]
     act: ActChoice,
@@ -268,6 +271,7 @@ impl Flags {
             mmap: !self.no_mmap,
             stream_experts: self.stream_experts.tokens(),
             device_experts: self.device_experts.map(|count| count as usize),
+            expert_cache: self.expert_cache,
         }
     }
 

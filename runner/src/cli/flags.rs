@@ -210,6 +210,7 @@ impl EngineFlags {
             flash_attention: self.flash_attn != FlashAttn::Off,
             stream_experts: self.placement.stream_experts(),
             device_experts: self.placement.device_experts(),
+            expert_cache: self.placement.expert_cache(),
             ..SessionConfig::default()
         }
     }

@@ -1,5 +1,6 @@
 //! Flags that say what of a model stays on the host.
 
+use super::size::parse_size;
 use crate::engine::HostWork;
 use crate::error::{Error, Result};
 use crate::placement::{Home, Names, Placement, Rule};
@@ -25,6 +26,9 @@ pub(super) struct PlacementFlags {
     /// Of a single token's experts on the host, how many the device reads over the bus and does; by default as is best
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=16))]
     device_experts: Option<u32>,
+    /// Memory of the device for experts on the host that single tokens choose most often, such as 2GiB; none by default
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    expert_cache: Option<usize>,
 }
 
 /// From how many tokens on experts are copied to the device.
@@ -97,6 +101,11 @@ impl PlacementFlags {
     /// How many of a token's experts the device does.
     pub(super) fn device_experts(&self) -> Option<usize> {
         self.device_experts.map(|count| count as usize)
+    }
+
+    /// Memory for a cache of experts, bytes.
+    pub(super) fn expert_cache(&self) -> Option<usize> {
+        self.expert_cache
     }
 
     /// Whether any of it was said.

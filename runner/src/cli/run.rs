@@ -10,7 +10,7 @@ use super::flags::{DeviceFlags, EngineFlags, ModelFlags, SamplingFlags, TokenLis
 use super::output::{Output, progress, say};
 use super::size::format_size;
 use crate::chat::{ChatTemplate, Message, Part, Render, Reply};
-use crate::engine::{Runtime, Session};
+use crate::engine::{ExpertTally, Runtime, Session};
 use crate::error::{Error, Result};
 use crate::gguf::Gguf;
 use crate::models::Decoder;
@@ -105,6 +105,7 @@ pub(super) fn run(flags: &Flags, out: &mut Output) -> Result<()> {
         per_s(generated.steps, generated.decode_ms),
         format_size(runtime.pool().stats().reserved_bytes.peak),
     ));
+    let experts = experts_json(&session)?;
     out.document(&merged(
         flags.engine.json(&runtime),
         json!({
@@ -117,6 +118,7 @@ pub(super) fn run(flags: &Flags, out: &mut Output) -> Result<()> {
             "pool": pool_json(&runtime),
             "graphs": graphs_json(&runtime),
             "cache_bytes": session.cache_bytes(),
+            "expert_cache": experts,
             "placement": placement,
             "resident_peak_bytes": resident_peak_bytes(),
         }),
@@ -262,6 +264,18 @@ pub(super) fn pool_json(runtime: &Runtime) -> Value {
         "allocated_peak_bytes": stats.allocated_bytes.peak,
         "give_backs": counters.give_backs,
     })
+}
+
+/// How often the device kept what single tokens chose of the host's experts, which is said too; null where it keeps none.
+pub(super) fn experts_json(session: &Session) -> Result<Value> {
+    let Some(ExpertTally { chosen, hits, came, .. }) = session.expert_tally()? else { return Ok(Value::Null) };
+    let bytes = session.expert_cache_bytes();
+    let share = 100.0 * hits as f64 / chosen.max(1) as f64;
+    say(format!(
+        "cache of experts: {}; {hits} of {chosen} chosen were there ({share:.1} %)",
+        format_size(bytes as u64)
+    ));
+    Ok(json!({ "bytes": bytes, "chosen": chosen, "hits": hits, "came": came }))
 }
 
 /// What the graph cache did.

@@ -20,6 +20,7 @@ use evergraph_pool::driver::Fault;
 use evergraph_pool::{DeviceSlice, HostBuffer, HostWords, Purpose, Tracked, Use};
 use parking_lot::Mutex;
 
+use super::expert_cache::ExpertCache;
 use super::runtime::{Runtime, StepKey};
 use super::step::view_of;
 use crate::error::{Error, Result};
@@ -80,6 +81,8 @@ pub(crate) struct HostSide {
     device_share: usize,
     /// 0, 1, 2 …
     places: DeviceSlice<i32>,
+    /// What the device keeps of the host's experts.
+    cache: Option<ExpertCache>,
 }
 
 /// Most experts of a token that the device does of those on the host.
@@ -162,8 +165,19 @@ impl HostSide {
                 stream.upload(&std::array::from_fn::<i32, MOST_PLACES, _>(|place| place as i32), &places)?;
                 places
             },
+            cache: None,
             runtime: Arc::clone(runtime),
         })
+    }
+
+    /// With experts that the device keeps.
+    pub(crate) fn with_cache(mut self, cache: Option<ExpertCache>) -> Self {
+        self.cache = cache;
+        self
+    }
+
+    pub(super) fn cache(&self) -> Option<&ExpertCache> {
+        self.cache.as_ref()
     }
 
     pub(super) fn keep(&self) -> &[Keep] {
@@ -263,6 +277,9 @@ impl HostSide {
         scope.declare(&self.buffer, Use::State)?;
         scope.declare(&self.turn, Use::State)?;
         scope.declare(&self.places, Use::State)?;
+        if let Some(cache) = &self.cache {
+            cache.declare(scope)?;
+        }
         let buffers = self.memory.lock().crossing.clone();
         for buffer in &buffers {
             scope.declare(&**buffer, Use::State)?;

@@ -1,13 +1,17 @@
 //! A model at work: a device with its pool, kernels and graphs, and one sequence of tokens on it.
 
+mod expert_cache;
 mod host;
 mod rehearsal;
+mod residents;
 mod runtime;
 mod session;
 mod shortage;
 mod step;
 
+pub(crate) use expert_cache::{CachedExperts, HostExperts};
 pub use host::{Crossing, HostWork};
+pub use residents::ExpertTally;
 pub use runtime::StepKey;
 pub use runtime::{ActType, PoolConfig, PoolMode, Runtime, RuntimeConfig};
 pub use session::{KvType, Mark, Session, SessionConfig};

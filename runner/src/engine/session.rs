@@ -8,7 +8,9 @@ use evergraph_kernels::ops::{Advance, Sample, SampleState, TensorView};
 use evergraph_kernels::quant::QuantType;
 use evergraph_pool::{DeviceSlice, Element, Purpose, Tracked, Use};
 
+use super::expert_cache::ExpertCache;
 use super::host::{HostSide, Shares};
+use super::residents::ExpertTally;
 use super::runtime::{Runtime, StepKey};
 use super::shortage::{StepSize, Without};
 use super::step::view_of;
@@ -61,6 +63,9 @@ pub struct SessionConfig {
     /// Of the experts that a single token uses and that stay on the host, how many the device reads over the bus and does, while
     /// the host does the others. None means as many as is best.
     pub device_experts: Option<usize>,
+    /// Memory of the device for experts that stay on the host, bytes at most: those that single tokens choose most often, which the
+    /// device then does without reading them over the bus. None means none.
+    pub expert_cache: Option<usize>,
     /// Whether the output of each block is kept, for tests and debugging.
     pub taps: bool,
 }
@@ -75,6 +80,7 @@ impl Default for SessionConfig {
             flash_attention: true,
             stream_experts: None,
             device_experts: None,
+            expert_cache: None,
             taps: false,
         }
     }
@@ -240,6 +246,11 @@ impl Session {
         let on_host = runs.target().backend == "host";
         let shares = Shares { streamed, device: config.device_experts.unwrap_or(if on_host { 0 } else { 3 }) };
         let side = model.uses_host().then(|| HostSide::new(&runtime, model.weights.keep(), shares)).transpose()?;
+        let kept = match config.expert_cache.filter(|&bytes| bytes > 0 && side.is_some()) {
+            Some(bytes) => ExpertCache::new(runs, model.host_experts(), bytes)?,
+            None => None,
+        };
+        let side = side.map(|side| side.with_cache(kept));
         Ok(Self {
             runtime,
             model,
@@ -298,6 +309,21 @@ impl Session {
     #[must_use]
     pub fn cache_bytes(&self) -> usize {
         self.cache.bytes()
+    }
+
+    /// Bytes of the experts of the host that the device keeps.
+    #[must_use]
+    pub fn expert_cache_bytes(&self) -> usize {
+        self.side.as_ref().and_then(HostSide::cache).map_or(0, ExpertCache::bytes)
+    }
+
+    /// How often single tokens chose experts of the host, and how often the device kept those; none where it keeps none.
+    ///
+    /// # Errors
+    /// Those of the device.
+    pub fn expert_tally(&self) -> Result<Option<ExpertTally>> {
+        let cache = self.side.as_ref().and_then(HostSide::cache).filter(|_| !self.runtime.is_rehearsal());
+        cache.map(|cache| cache.tally(self.runtime.stream())).transpose()
     }
 
     /// The key and value caches.
@@ -397,6 +423,18 @@ impl Session {
         ran.map(|_| ())
     }
 
+    /// Before a single token: lets experts come that are used more than others which the device keeps. The device has them in the order
+    /// of its stream.
+    fn change_experts(&self) -> Result<()> {
+        let Some(cache) = self.side.as_ref().and_then(HostSide::cache) else { return Ok(()) };
+        if self.runtime.is_rehearsal() || !cache.turn(self.runtime.stream())? {
+            return Ok(());
+        }
+        self.run(self.key("experts", [0; 3]), |step| cache.push(step))?;
+        cache.settled();
+        Ok(())
+    }
+
     /// Appends tokens, as many at a time as fit a step; where there is no memory for so many, fewer. After each step `each` gets the session, the number of
     /// the step's first token within `tokens` and the number of its tokens; there it may ask for
     /// [`logits`](Self::logits).
@@ -456,6 +494,9 @@ impl Session {
     fn feed_batch(&mut self, batch: &[u32]) -> Result<()> {
         let count = batch.len();
         self.cache.reach(self.taken + count)?;
+        if count == 1 {
+            self.change_experts()?;
+        }
         // Both fit: ids are below the vocabulary, positions below the context.
         let ids: Vec<i32> = batch.iter().map(|&id| id as i32).collect();
         let positions: Vec<i32> = (self.taken..self.taken + count).map(|position| position as i32).collect();
@@ -580,6 +621,7 @@ impl Session {
             return Err(Error::ContextFull { tokens: self.taken + 1, context: self.context });
         }
         self.cache.reach(self.taken + 1)?;
+        self.change_experts()?;
         // Not known if the step fails half-way.
         self.placed = None;
         let scored = self.cache.scored(1).unwrap_or(0);

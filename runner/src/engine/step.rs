@@ -7,9 +7,10 @@ use evergraph_kernels::host::{HostPart, Keep};
 use evergraph_kernels::lane::Lane;
 use evergraph_kernels::ops::{Op, Plan, Root, TensorView};
 use evergraph_kernels::quant::QuantType;
-use evergraph_pool::driver::{DeviceOrdinal, StreamHandle};
+use evergraph_pool::driver::{DeviceOrdinal, DevicePtr, StreamHandle};
 use evergraph_pool::{DeviceSlice, Tracked};
 
+use super::expert_cache::CachedExperts;
 use super::host::{Crossing, HostSide, HostWork};
 use super::runtime::ActType;
 use crate::error::{Error, Result};
@@ -186,6 +187,11 @@ impl<'a> Step<'a> {
     #[must_use]
     pub fn device_share(&self) -> usize {
         self.side.filter(|_| !self.on_host).map_or(0, |side| side.device_share())
+    }
+
+    /// What the device keeps of experts that stay on the host, by the host's address of their last tensor.
+    pub(crate) fn cached_experts(&self, key: DevicePtr) -> Option<&'a CachedExperts> {
+        self.side.filter(|_| !self.on_host)?.cache()?.of(key)
     }
 
     /// The numbers 0, 1, 2 … as a tensor `[count]` on the device; none for none, or more than there are.

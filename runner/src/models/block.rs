@@ -3,8 +3,9 @@
 use evergraph_kernels::ops::{Part, ResidualNorm, RmsNorm, TensorView};
 
 use super::attention::{AttentionPart, KeyValue, Scores};
-use super::experts::{Fetched, RouterScratch};
+use super::experts::RouterScratch;
 use super::feed_forward::{self, Branch, BranchInput};
+use super::fetched::Fetched;
 use super::input::Place;
 use super::kv::LayerCache;
 use super::latent::LatentScratch;
@@ -66,7 +67,7 @@ pub(super) struct Shared {
     pub(super) tokens: Option<TensorView>,
     /// Where experts of the host come to, if they come.
     pub(super) streamed: Option<Streamed>,
-    /// Where experts of the host are fetched to for a single token, if the device has a share in them.
+    /// Where the device does its share of a single token's experts that stay on the host, if it has one.
     pub(super) fetched: Option<Fetched>,
 }
 
@@ -136,12 +137,11 @@ impl Shared {
             Some(lane) => Some(Streamed::new(step, lane, coming())?),
             None => None,
         };
-        let share = if tokens == 1 && streamed.is_none() { step.device_share() } else { 0 };
-        let reached = || coming().filter(|experts| experts.on_bus.is_some());
-        let fetched = match share {
-            0 => None,
-            _ if reached().count() < coming().count() => None,
-            _ => Fetched::new(step, reached(), share, width)?,
+        let all_reached = || coming().all(|experts| experts.on_bus.is_some());
+        let fetched = if tokens == 1 && streamed.is_none() && !step.is_on_host() && all_reached() {
+            Fetched::new(step, coming(), width)?
+        } else {
+            None
         };
         let elsewhere = !step.is_on_host() && streamed.is_none();
         // A part that the host does beside the device has its room there.

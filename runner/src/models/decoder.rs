@@ -15,7 +15,7 @@ use super::layer_input::LayerInputs;
 use super::residual::Wanted;
 use super::streams::StreamStack;
 use super::weights::Weights;
-use crate::engine::Step;
+use crate::engine::{HostExperts, Step};
 use crate::error::Result;
 use crate::placement::Home;
 
@@ -64,13 +64,23 @@ impl Decoder {
         self.weights.any_on_host()
     }
 
-    /// Room on the device for the experts that stay on the host, one block's at a time, bytes.
-    #[must_use]
-    pub fn streamed_bytes(&self) -> usize {
+    /// Experts on the host, of blocks that are on the device.
+    fn experts_on_host(&self) -> impl Iterator<Item = &Experts> {
         let ours = self.blocks.iter().filter(|block| block.home == Home::Device).flat_map(|block| &block.branches);
         let streams = self.streams.iter().flat_map(|stack| &stack.blocks).flat_map(|block| &block.branches);
         let experts = ours.chain(streams).filter_map(|branch| branch.part.experts());
-        let experts: Vec<_> = experts.filter(|experts| experts.are_on_host()).map(Experts::tensors).collect();
+        experts.filter(|experts| experts.are_on_host())
+    }
+
+    /// The same as the device reaches them; none if there are some that it does not reach.
+    pub(crate) fn host_experts(&self) -> Vec<HostExperts> {
+        self.experts_on_host().map(Experts::over_the_bus).collect::<Option<_>>().unwrap_or_default()
+    }
+
+    /// Room on the device for the experts that stay on the host, one block's at a time, bytes.
+    #[must_use]
+    pub fn streamed_bytes(&self) -> usize {
+        let experts: Vec<_> = self.experts_on_host().map(Experts::tensors).collect();
         let most = |place: usize| experts.iter().filter_map(|tensors| Some(tensors[place]?.range().len())).max();
         (0..3).filter_map(most).sum()
     }

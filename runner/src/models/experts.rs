@@ -1,7 +1,7 @@
 //! Experts and their router: on the device, on the host, or fetched from there.
 
 use evergraph_kernels::ops::{
-    Activation, ExpertSum, GatherExperts, Glu, GroupRank, HashRouter, RmsNorm, Router, Scoring, TensorView,
+    Activation, Chosen, ExpertSum, Glu, GroupRank, HashRouter, RmsNorm, Router, Scoring, TensorView,
 };
 use evergraph_kernels::quant::QuantType;
 
@@ -10,7 +10,7 @@ use super::feed_forward::BranchInput;
 use super::input::{CrossingInput, Input, Room, is_on_host};
 use super::streamed::Streamed;
 use super::weights::Weights;
-use crate::engine::{Asked, Step};
+use crate::engine::{Asked, HostExperts, Step};
 use crate::error::{Error, Result};
 
 /// Experts and their router.
@@ -136,29 +136,12 @@ pub(super) struct AskedExperts {
     pub(super) beside: Option<TensorView>,
 }
 
-/// Room for the experts that the device does of a token whose others the host does: they are fetched from the host.
-#[derive(Debug)]
-pub(super) struct Fetched {
-    /// Experts a token.
-    share: usize,
-    /// `[share]`: 0, 1, 2 …, the places of the fetched.
-    places: TensorView,
-    /// `[bytes]` I8 each.
-    tensors: [Option<TensorView>; 3],
-    gate: TensorView,
-    up: TensorView,
-    y: TensorView,
-    /// `[D]`.
-    sum: TensorView,
-    room: Option<Room>,
-}
-
 /// Room between the products of experts, `[T, …]` each.
-struct ExpertRoom<'a> {
-    gate: TensorView,
-    up: TensorView,
-    y: TensorView,
-    quantised: Option<&'a Room>,
+pub(super) struct ExpertRoom<'a> {
+    pub(super) gate: TensorView,
+    pub(super) up: TensorView,
+    pub(super) y: TensorView,
+    pub(super) quantised: Option<&'a Room>,
 }
 
 impl RouterScratch {
@@ -178,41 +161,6 @@ impl RouterScratch {
             weights: step.floats("expert weights", &[tokens, used])?,
             x: step.floats("router input", &[tokens, width])?,
             y: if here { Some(step.floats("expert outputs", &[tokens, used * width])?) } else { None },
-        }))
-    }
-}
-
-impl Fetched {
-    /// Room for any of these, so many of each token.
-    pub(super) fn new<'a>(
-        step: &mut Step<'_>,
-        experts: impl Iterator<Item = &'a Experts> + Clone,
-        share: usize,
-        width: usize,
-    ) -> Result<Option<Self>> {
-        let most = |of: &dyn Fn(&Experts) -> usize| experts.clone().map(of).max().unwrap_or(0);
-        // The host is asked in any case, and has one left at least.
-        let share = share.min(experts.clone().map(|experts| experts.used).min().unwrap_or(0).saturating_sub(1));
-        let Some(places) = step.places(share)? else { return Ok(None) };
-        let mut tensors = [None, None, None];
-        for (place, tensor) in tensors.iter_mut().enumerate() {
-            let bytes = |experts: &Experts| experts.tensors()[place].map_or(0, |w| w.range().len() / w.dim(0));
-            *tensor = match most(&bytes) * share {
-                0 => None,
-                bytes => Some(step.scratch("experts fetched from the host", QuantType::I8, &[bytes])?),
-            };
-        }
-        let (hidden, up) =
-            (share * most(&|experts| experts.hidden()), share * most(&|experts| experts.up() / experts.used));
-        Ok(Some(Self {
-            share,
-            places,
-            tensors,
-            gate: step.floats("gate of fetched experts", &[1, hidden])?,
-            up: step.floats("up of fetched experts", &[1, up])?,
-            y: step.floats("outputs of fetched experts", &[1, share * width])?,
-            sum: step.floats("sum of fetched experts", &[1, width])?,
-            room: Room::new(step, width.max(hidden), experts.flat_map(Experts::products))?,
         }))
     }
 }
@@ -283,6 +231,17 @@ impl Experts {
         }
     }
 
+    /// As the device reaches them, where they are on the host; none if it does not.
+    pub(super) fn over_the_bus(&self) -> Option<HostExperts> {
+        let OnBus { gate_up, down } = self.on_bus.as_ref()?;
+        let [gate, up] = match gate_up {
+            GateUp::Apart { gate, up } => [Some(gate), Some(up)],
+            GateUp::Merged(both) => [Some(both), None],
+        };
+        let tensors = [gate, up, Some(down)].map(|tensor| tensor.cloned());
+        Some(HostExperts { key: self.down.ptr(), used: self.used, tensors })
+    }
+
     /// Whether all of them are on the host.
     pub(super) fn are_on_host(&self) -> bool {
         self.products().all(is_on_host)
@@ -331,13 +290,26 @@ impl Experts {
         let logits = self.logits(step, scratch, normed)?;
         let ids = step.crossing("expert ids on the host", QuantType::I32, &[tokens, used])?;
         let weights = step.crossing("expert weights on the host", QuantType::F32, &[tokens, used])?;
-        self.choice.push(step, shared, logits, [&ids.device, &weights.device])?;
+        let fetched = shared.fetched.as_ref().filter(|_| tokens == 1);
+        let crossed = Chosen { ids: ids.device.clone(), weights: weights.device.clone() };
+        let ours = match fetched.and_then(|fetched| Some((fetched, fetched.cached(step, self)?))) {
+            Some((fetched, cached)) => {
+                // The choice stays on the device, which reads it again.
+                let chosen =
+                    Chosen { ids: fitted(&scratch.ids, 1, used)?, weights: fitted(&scratch.weights, 1, used)? };
+                self.choice.push(step, shared, logits, [&chosen.ids, &chosen.weights])?;
+                Some(fetched.share_out(step, cached, chosen, crossed)?)
+            }
+            None => {
+                self.choice.push(step, shared, logits, [&crossed.ids, &crossed.weights])?;
+                fetched.map(|fetched| fetched.first(crossed)).transpose()?
+            }
+        };
         let CrossingInput { written, read: x } = Input::crossing(step, normed, self.gate_up.weights())?;
         self.write_input(step, &written, &norm, normed)?;
         let sum = step.crossing("sum of experts of the host", QuantType::F32, &[tokens, width])?;
-        let fetched = shared.fetched.as_ref().filter(|_| tokens == 1);
-        // The device has the first.
-        let share = fetched.map_or(0, |fetched| fetched.share);
+        // The device has the first, unless the lists say who has which.
+        let share = ours.as_ref().map_or(0, |ours| ours.first);
         let rest = used - share;
         let asked = step.on_host(|step| {
             let quantised = Room::new(step, tokens * rest * hidden, [&self.down])?;
@@ -350,64 +322,25 @@ impl Experts {
             let (ids, weights) = (ids.host.narrow(1, share, rest)?, weights.host.narrow(1, share, rest)?);
             self.outputs(step, None, &x, [ids, weights], &room, &sum.host)
         })?;
-        let beside = match fetched {
-            Some(fetched) => Some(self.fetch(step, fetched, &norm, normed, [&ids.device, &weights.device])?),
+        let beside = match fetched.zip(ours) {
+            Some((fetched, ours)) => Some(self.fetch(step, fetched, ours, &norm, normed)?),
             None => None,
         };
         Ok(Some(AskedExperts { asked, sum: sum.device, beside }))
     }
 
     /// Writes the experts' input, a norm of the residual stream, after the router had its own in `normed`.
-    fn write_input(&self, step: &mut Step<'_>, x: &Input, norm: &RmsNorm, normed: &TensorView) -> Result<()> {
+    pub(super) fn write_input(
+        &self,
+        step: &mut Step<'_>,
+        x: &Input,
+        norm: &RmsNorm,
+        normed: &TensorView,
+    ) -> Result<()> {
         match &self.router_norm {
             Some(_) => x.norm(step, norm.clone()),
             None => x.fill(step, normed),
         }
-    }
-
-    /// What the first chosen experts add, which the device fetches from the host for one token. Their input goes to `normed`, after
-    /// the router is done with it.
-    fn fetch(
-        &self,
-        step: &mut Step<'_>,
-        fetched: &Fetched,
-        norm: &RmsNorm,
-        normed: &TensorView,
-        [ids, weights]: [&TensorView; 2],
-    ) -> Result<TensorView> {
-        let Some(on_bus) = &self.on_bus else {
-            return Err(Error::CheckFailed("experts out of the device's reach".into()));
-        };
-        let share = fetched.share;
-        let chosen = ids.narrow(1, 0, share)?;
-        let fetch = |step: &mut Step<'_>, place: usize, w: &TensorView| {
-            let Some(memory) = &fetched.tensors[place] else {
-                return Err(Error::CheckFailed("no room for experts of the host".to_owned()));
-            };
-            let out = TensorView::new(memory.root(), w.ty(), &[share, w.dim(1), w.dim(2)])?;
-            step.push(GatherExperts { w: w.clone(), ids: chosen.reshape(&[share])?, out: out.clone() })?;
-            Ok(out)
-        };
-        let gate_up = match &on_bus.gate_up {
-            GateUp::Merged(both) => GateUp::Merged(fetch(step, 0, both)?),
-            GateUp::Apart { gate, up } => GateUp::Apart { gate: fetch(step, 0, gate)?, up: fetch(step, 1, up)? },
-        };
-        let down = fetch(step, 2, &on_bus.down)?;
-        let x = Input::unwritten(fetched.room.as_ref(), normed, gate_up.weights(), self.router_norm.is_none())?;
-        self.write_input(step, &x, norm, normed)?;
-        let room = ExpertRoom {
-            gate: fitted(&fetched.gate, 1, share * self.hidden())?,
-            up: fitted(&fetched.up, 1, share * (self.up() / self.used))?,
-            y: fetched.y.clone(),
-            quantised: fetched.room.as_ref(),
-        };
-        let parts = Products { gate_up: &gate_up, down: &down, streamed: None };
-        let sums = Sums {
-            weights: weights.narrow(1, 0, share)?,
-            scale: self.device_scale.clone().map(|scale| (scale, chosen)),
-        };
-        self.multiply(step, &parts, &x, &fetched.places.reshape(&[1, share])?, &room, sums, &fetched.sum)?;
-        Ok(fetched.sum.clone())
     }
 
     /// Elements beside the gate's, for each token.
@@ -434,7 +367,7 @@ impl Experts {
         room: &ExpertRoom<'_>,
         out: &TensorView,
     ) -> Result<()> {
-        let products = Products { gate_up: &self.gate_up, down: &self.down, streamed };
+        let products = Products { gate_up: &self.gate_up, down: &self.down, streamed, more: [None; 3] };
         let scale = if streamed.is_some() { &self.device_scale } else { &self.down_scale };
         let sums = Sums { weights, scale: scale.clone().map(|scale| (scale, ids.clone())) };
         self.multiply(step, &products, x, &ids, room, sums, out)
@@ -442,7 +375,7 @@ impl Experts {
 
     /// As [`outputs`](Self::outputs), with these tensors, of which `ids` names experts.
     #[allow(clippy::too_many_arguments, reason = "each is one thing")]
-    fn multiply(
+    pub(super) fn multiply(
         &self,
         step: &mut Step<'_>,
         products: &Products<'_>,
@@ -457,8 +390,8 @@ impl Experts {
         // A product with one of the experts' tensors, which is here, or comes.
         let times =
             |step: &mut Step<'_>, x: &Input, place: usize, w: &TensorView, y: &TensorView| match products.streamed {
-                Some(streamed) => streamed.with(step, place, |step, w| x.times_experts(step, w, ids, y)),
-                None => x.times_experts(step, w, ids, y),
+                Some(streamed) => streamed.with(step, place, |step, w| x.times_experts(step, w, None, ids, y)),
+                None => x.times_experts(step, w, products.more[place], ids, y),
             };
         let glu = match products.gate_up {
             GateUp::Apart { gate, up } => {
@@ -486,14 +419,16 @@ impl Experts {
 }
 
 /// The tensors that experts are multiplied with, where they are or come to.
-struct Products<'a> {
-    gate_up: &'a GateUp,
-    down: &'a TensorView,
-    streamed: Option<&'a Streamed>,
+pub(super) struct Products<'a> {
+    pub(super) gate_up: &'a GateUp,
+    pub(super) down: &'a TensorView,
+    pub(super) streamed: Option<&'a Streamed>,
+    /// Further experts behind those: of gate (with up, where the two are merged), up, down.
+    pub(super) more: [Option<&'a TensorView>; 3],
 }
 
 /// How outputs of experts are summed up: `[T, K]` weights, and factors of the experts with the ids that name them.
-struct Sums {
-    weights: TensorView,
-    scale: Option<(TensorView, TensorView)>,
+pub(super) struct Sums {
+    pub(super) weights: TensorView,
+    pub(super) scale: Option<(TensorView, TensorView)>,
 }

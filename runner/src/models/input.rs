@@ -202,25 +202,27 @@ impl Input {
         }
     }
 
-    /// Appends the products with the experts that `ids` names.
+    /// Appends the products with the experts that `ids` names, in `w` or behind it in `more`.
     pub(super) fn times_experts(
         &self,
         step: &mut Step<'_>,
         w: &TensorView,
+        more: Option<&TensorView>,
         ids: &TensorView,
         y: &TensorView,
     ) -> Result<()> {
         if is_on_host(w) && !step.is_on_host() {
             return self.on_host(step, w, y, Some(ids), |x, step, ids, y| match ids {
-                Some(ids) => x.times_experts(step, w, ids, y),
+                Some(ids) => x.times_experts(step, w, None, ids, y),
                 None => Ok(()),
             });
         }
         let (w, ids, y) = (w.clone(), ids.clone(), y.clone());
-        match self.codes.clone().filter(|_| in_blocks(&w)) {
-            Some(Codes { q, scales }) => step.push(ExpertMatMul::quantized(w, q, scales, ids, y)),
-            None => step.push(ExpertMatMul::new(w, self.floats.clone(), ids, y)),
-        }
+        let product = match self.codes.clone().filter(|_| in_blocks(&w)) {
+            Some(Codes { q, scales }) => ExpertMatMul::quantized(w, q, scales, ids, y),
+            None => ExpertMatMul::new(w, self.floats.clone(), ids, y),
+        };
+        step.push(ExpertMatMul { more: more.cloned(), ..product })
     }
 
     /// One product on the host: what it takes crosses, and the result comes back.

@@ -8,6 +8,7 @@ mod deepseek2;
 mod deepseek4;
 mod experts;
 mod feed_forward;
+mod fetched;
 mod gemma3;
 mod gemma4;
 mod hyper;

@@ -17,6 +17,8 @@ pub struct Share {
     pub cache_most_bytes: u64,
     /// Keys and values now.
     pub cache_bytes: u64,
+    /// Experts of the other side that this one keeps a copy of, since they are chosen often.
+    pub kept_experts_bytes: u64,
     /// Scratch of a step of a prompt, where that is known.
     pub prompt_scratch_bytes: Option<u64>,
     /// Scratch of a step of one token, where that is known.
@@ -40,13 +42,15 @@ impl Share {
     #[must_use]
     pub fn total_bytes(&self) -> u64 {
         let scratch = self.prompt_scratch_bytes.unwrap_or(0).saturating_add(self.decode_scratch_bytes.unwrap_or(0));
-        self.weights_bytes.saturating_add(self.cache_most_bytes).saturating_add(scratch)
+        let weights = self.weights_bytes.saturating_add(self.kept_experts_bytes);
+        weights.saturating_add(self.cache_most_bytes).saturating_add(scratch)
     }
 
     fn json(&self) -> Value {
         json!({
             "weights_bytes": self.weights_bytes,
             "experts_bytes": self.experts_bytes,
+            "kept_experts_bytes": self.kept_experts_bytes,
             "cache_most_bytes": self.cache_most_bytes,
             "cache_bytes": self.cache_bytes,
             "prompt_scratch_bytes": self.prompt_scratch_bytes,
@@ -77,6 +81,7 @@ impl Account {
         let device = &mut account.device;
         device.weights_bytes = device.weights_bytes.saturating_add(made as u64);
         (device.cache_bytes, device.cache_most_bytes) = (cache.bytes() as u64, cache.most_bytes() as u64);
+        device.kept_experts_bytes = session.expert_cache_bytes() as u64;
         device.prompt_scratch_bytes = runtime.scratch_of("prompt").map(|bytes| bytes as u64);
         device.decode_scratch_bytes = runtime.scratch_of("decode").map(|bytes| bytes as u64);
         account.host.cache_most_bytes = cache.host_bytes() as u64;

@@ -27,6 +27,13 @@ pub fn table(account: &Account) -> String {
         column.set_cell_alignment(CellAlignment::Right);
     }
     let mut text = table.trim_fmt();
+    let kept = account.device.kept_experts_bytes;
+    if kept > 0 {
+        text.push_str(&format!(
+            "\n(and on the device {} of the host's experts, those that are chosen most)",
+            format_size(kept)
+        ));
+    }
     if account.in_place {
         text.push_str("\n(the device reads weights where the file is: they take nothing of the pool)");
     }

@@ -102,11 +102,12 @@ const LLAMA: [(&str, Kind); 40] = [
 
 /// Ours.
 #[rustfmt::skip]
-const OURS: [(&str, Kind); 16] = [
+const OURS: [(&str, Kind); 19] = [
     ("give_backs", Kind::Int), ("stale", Kind::Int), ("remaps", Kind::Int), ("updates", Kind::Int),
     ("recaptures", Kind::Int), ("eager", Kind::Int), ("peak_reserved_bytes", Kind::Int),
     ("achieved_gb_per_s", Kind::Real), ("replays", Kind::Int), ("read_bytes", Kind::Int), ("pool", Kind::Text),
     ("mem_limit_bytes", Kind::Int), ("graphs", Kind::Bool), ("act", Kind::Text), ("seed", Kind::Int),
+    ("expert_cache_bytes", Kind::Int), ("experts_chosen", Kind::Int), ("experts_hit", Kind::Int),
     ("error", Kind::Text),
 ];
 
@@ -222,6 +223,9 @@ impl Record<'_> {
             Value::Bool(setup.graphs),
             Value::text(setup.act),
             Value::int(setup.seed),
+            of(&|measured| measured.expert_cache_bytes),
+            of(&|measured| measured.experts.chosen),
+            of(&|measured| measured.experts.hits),
             self.result.as_ref().err().map_or(Value::Nothing, |error| Value::Text(first_line(error))),
         ]
     }

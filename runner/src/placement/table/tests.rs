@@ -18,5 +18,8 @@ fn the_table_has_a_row_a_side_and_says_what_is_not_known() {
     assert_eq!(lines[1].join(" "), "device 3.0 GiB 2.0 GiB 1.0 GiB 0 B 512.0 MiB 1.0 MiB 4.5 GiB");
     assert_eq!(lines[2].join(" "), "host 7.0 GiB 0 B 0 B 0 B - - 7.0 GiB");
     assert!(!text.contains("where the file is"));
+    let kept = Share { kept_experts_bytes: 1 << 30, ..device };
+    let text = table(&Account { device: kept, ..account });
+    assert!(text.contains("5.5 GiB") && text.contains("on the device 1.0 GiB of the host's experts"), "{text}");
     assert!(table(&Account { in_place: true, ..account }).contains("where the file is"));
 }
