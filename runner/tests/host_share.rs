@@ -6,6 +6,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use evergraph_pool::Purpose;
 use evergraph_runner::device::Device;
 use evergraph_runner::engine::{
     ActType, HostWork, KvType, PoolConfig, PoolMode, Runtime, RuntimeConfig, Session, SessionConfig,
@@ -241,7 +242,7 @@ fn session_caching(model: &str, placement: &Placement, config: RuntimeConfig, ca
 }
 
 /// Tokens until experts changed places several times.
-const LONG: usize = 400;
+const LONG: usize = 200;
 
 fn generate_long(session: &mut Session) -> Run {
     let mut run = Run { logits: Vec::new(), tokens: Vec::new() };
@@ -275,14 +276,20 @@ fn cache_of(session: &Session, experts: usize) -> usize {
 
 #[test]
 fn experts_that_the_device_keeps_change_no_more_than_the_order_of_a_sum() {
-    for model in ["gemma4-moe.gguf", "gemma4-moe-q.gguf", "deepseek-v4-q.gguf"] {
+    // Of those that are kept there may be more than are fetched, or fewer, or none are fetched; and all may be kept.
+    let sizes: [(&str, &[(usize, usize)]); 3] = [
+        ("gemma4-moe.gguf", &[(1, 0), (2, 2), (3, 0), (usize::MAX, 1)]),
+        ("gemma4-moe-q.gguf", &[(2, 1)]),
+        ("deepseek-v4-q.gguf", &[(2, 0)]),
+    ];
+    for (model, sizes) in sizes {
         let config = |mode, graphs, work| config(mode, graphs, work, ActType::F32);
         let plain = config(PoolMode::Vmm, true, HostWork::Nodes);
         let wanted = generate_long(&mut session_caching(model, &Placement::default(), plain, 0, 0));
         let placement = experts_below(usize::MAX);
         let all = session(model, &placement, config(PoolMode::Vmm, true, HostWork::Nodes));
         let mut changed = false;
-        for (kept, fetched) in [(1, 0), (2, 2), (3, 0), (usize::MAX, 1)] {
+        for &(kept, fetched) in sizes {
             let bytes = if kept == usize::MAX { 1 << 30 } else { cache_of(&all, kept) };
             let ways = [
                 (PoolMode::Vmm, true, HostWork::Turns),
@@ -347,4 +354,28 @@ fn attention_on_the_host_writes_its_scores_out_too() {
             }
         }
     }
+}
+
+#[test]
+fn a_cache_of_experts_that_does_not_fit_is_refused_and_one_that_holds_none_is_left_out() {
+    let placement = experts_below(usize::MAX);
+    let model = "gemma4-moe-q.gguf";
+    let plain = || config(PoolMode::Vmm, true, HostWork::Nodes, ActType::F32);
+    let first = session(model, &placement, plain());
+    let kept = cache_of(&first, 1);
+    assert_eq!(session_caching(model, &placement, plain(), kept, 0).expert_cache_bytes(), kept);
+    let mut less = session_caching(model, &placement, plain(), kept - 1, 0);
+    assert_eq!((less.expert_cache_bytes(), less.expert_tally().unwrap()), (0, None));
+    generate(&mut less);
+    // What is there is enough for the rest of a sequence.
+    let mut settings = SessionConfig::default();
+    (settings.context, settings.ubatch, settings.expert_cache) = (Some(16), 4, Some(1 << 30));
+    let runtime = first.runtime().clone();
+    let _half = runtime.pool().alloc_for::<u8>(1 << 20, Purpose::State, runtime.stream()).unwrap();
+    let held = runtime.pool().stats().reserved_bytes.current as usize;
+    runtime.pool().set_limit(Some(held));
+    let error = Session::new(runtime, first.model().clone(), settings).err().unwrap();
+    let (what, advice) = error.parts();
+    assert!(error.is_out_of_memory() && what.contains("a cache of experts of"), "{what}");
+    assert!(advice.unwrap().contains("--expert-cache"));
 }

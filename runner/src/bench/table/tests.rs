@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::bench::Events;
+use crate::engine::ExpertTally;
 
 fn setup(backend: &'static str) -> Setup {
     let machine = Machine { backend, cpu: "a \"fast\" one, they say".to_owned(), ..Machine::default() };
@@ -29,6 +30,8 @@ fn measured() -> Result<Measured> {
         events,
         peak_reserved_bytes: 3 << 29,
         read_bytes: 1_500_000_000,
+        expert_cache_bytes: 77,
+        experts: ExpertTally { chosen: 9, hits: 4, came: 1 },
     })
 }
 
@@ -88,6 +91,9 @@ fn csv_has_llama_benchs_columns_first_and_every_value_in_quotes() {
         ("peak_reserved_bytes", "1610612736"),
         ("achieved_gb_per_s", "2.000000"),
         ("mem_limit_bytes", ""),
+        ("expert_cache_bytes", "77"),
+        ("experts_chosen", "9"),
+        ("experts_hit", "4"),
         ("error", ""),
     ] {
         assert_eq!(of(&good, name), value, "{name}");
@@ -133,7 +139,10 @@ fn sql_doubles_quotes_and_knows_nothing() {
     let inserts: Vec<&str> =
         text.lines().filter(|line| line.starts_with("INSERT INTO llama_bench (build_commit, ")).collect();
     assert_eq!(inserts.len(), 2);
-    assert!(inserts[0].contains("'it''s \\ here|there.gguf'") && inserts[0].ends_with(", '1', 'q8', '7', NULL);"));
+    assert!(
+        inserts[0].contains("'it''s \\ here|there.gguf'")
+            && inserts[0].ends_with(", '1', 'q8', '7', '77', '9', '4', NULL);")
+    );
     assert!(inserts[1].contains("'2026-11-30T12:00:00Z', NULL, NULL, NULL, NULL, NULL"));
     assert!(inserts[1].ends_with("'a check did not hold: it''s off');"), "{}", inserts[1]);
     // Outside of quotes there is no third statement.
