@@ -659,3 +659,47 @@ fn a_model_is_made_up_and_run() {
     fails(&["synth", "gemma3-270m", "-o", model.path(), "--layers", "0"], 2);
     fails(&["synth", "gemma3-270m", "-o", "/nowhere/model.gguf"], 1);
 }
+
+/// As letters they were other flags: `-hf` asked for help and got it, with status 0.
+#[test]
+fn flags_of_llama_cpp_that_are_not_here_are_refused_by_their_names() {
+    let model = data("gemma3.gguf");
+    for (flag, name) in [("-hf", "--hf-repo"), ("-mmp", "--mmap"), ("-nkvo", "--no-kv-offload"), ("-rpc", "--rpc")] {
+        let said = fails(&["run", "-m", &model, flag, "0", "-p", "hi"], 2);
+        assert!(said.contains(name), "{flag}: {said}");
+    }
+}
+
+#[test]
+fn switches_in_the_environment_are_spelled_as_llama_cpp_spells_them() {
+    let words =
+        ["run", "-m", &data("gemma4-moe.gguf"), "--tokens", "5,6", "-n", "1", "--temp", "0", "--device", "host"];
+    for (value, status) in [("1", 0), ("on", 0), ("0", 0), ("false", 0), ("maybe", 2)] {
+        let output = command(&words).env("LLAMA_ARG_CPU_MOE", value).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(status), "{value}: {said}");
+    }
+}
+
+#[test]
+fn logits_that_are_no_numbers_are_an_error() {
+    let file = Gguf::open(Path::new(&data("gemma3.gguf"))).unwrap();
+    let mut bytes = std::fs::read(data("gemma3.gguf")).unwrap();
+    let norm = file.data(file.tensor("output_norm.weight").unwrap());
+    let at = bytes.windows(norm.len()).position(|window| window == norm).unwrap();
+    bytes[at..at + 4].copy_from_slice(&f32::NAN.to_le_bytes());
+    let broken = Scratch::new("nan.gguf", &bytes);
+    let path = broken.0.display().to_string();
+    assert!(fails(&["logits", "-m", &path, "--tokens", "1,2"], 1).contains("numbers"));
+}
+
+/// Under a small limit one slab for weights or state was all of it.
+#[test]
+fn a_small_limit_holds_slabs_of_every_purpose() {
+    for limit in ["1500KiB", "1900KiB", "2MiB", "2200KiB", "3MiB", "4MiB"] {
+        let words =
+            ["run", "-m", &data("gemma4-e.gguf"), "--tokens", "5,6,7", "-n", "8", "--temp", "0", "--pool", "slab"];
+        let more = ["-ngl", "3", "-c", "256", "--mem-limit", limit, "--device", "host"];
+        let _ = works(&[&words[..], &more[..]].concat());
+    }
+}

@@ -157,6 +157,13 @@ pub struct Render {
 /// Steps that a template may take: far more than any real one needs, and a hostile one ends.
 const FUEL: u64 = 2_000_000;
 
+/// Bytes of a template at most: several times what real ones have.
+const LONGEST: usize = 64 << 10;
+
+/// Stack that a byte of a template may take while it is parsed, if each opens something: a few frames of the parser, and in a build
+/// without optimisation they are large. Only what is used becomes memory.
+const STACK_A_BYTE: usize = 8 << 10;
+
 /// Turns messages into the text that a model was trained on.
 #[derive(Debug)]
 pub struct ChatTemplate {
@@ -197,6 +204,11 @@ impl ChatTemplate {
         let (bos, eos) = (text(tokenizer.bos()), text(tokenizer.eos()));
         match built_in(source) {
             Some(source) => Self::new(source, bos, eos, true),
+            // A misspelt name is a template too: one that says nothing but itself, whatever the user said.
+            None if !source.contains("{{") && !source.contains("{%") => {
+                let names: Vec<&str> = BUILT_IN.iter().map(|(name, _)| *name).collect();
+                Err(Error::argument("--chat-template", format!("Jinja text, or one of {}", names.join(", ")), source))
+            }
             None => Self::new(source, bos, eos, false),
         }
     }
@@ -212,7 +224,7 @@ impl ChatTemplate {
         environment.add_function("raise_exception", raise_exception);
         environment.add_function("strftime_now", |format: &str| time::strftime(format, time::now()));
         environment.add_filter("tojson", to_json);
-        environment.add_template_owned("chat", source.to_owned()).map_err(|error| failed(&error))?;
+        let environment = with_template(environment, source)?;
         Ok(Self { environment, bos, eos, built_in })
     }
 
@@ -239,6 +251,19 @@ impl ChatTemplate {
             })
             .map_err(|error| failed(&error))
     }
+}
+
+/// Parses a template. That goes as deep as its text nests, and the text may come from anybody: on a stack for the worst.
+fn with_template(mut environment: Environment<'static>, source: &str) -> Result<Environment<'static>> {
+    if source.len() > LONGEST {
+        return Err(Error::Template(format!("{} bytes of template, more than {LONGEST}", source.len())));
+    }
+    let source = source.to_owned();
+    let parse = move || environment.add_template_owned("chat", source).map(|()| environment);
+    let thread = std::thread::Builder::new().name("template".to_owned()).stack_size(LONGEST * STACK_A_BYTE);
+    let parsed =
+        thread.spawn(parse).map_err(|error| Error::Template(format!("no thread to parse it: {error}")))?.join();
+    parsed.map_err(|_| Error::Template("its parser gave up".to_owned()))?.map_err(|error| failed(&error))
 }
 
 /// The name of the format of models of an architecture, by the tokens that a vocabulary has for it.

@@ -252,3 +252,29 @@ fn dates_are_written_right() {
     assert_eq!(time::strftime("%F", 951_782_400), "2000-02-29");
     assert_eq!(time::strftime("%F", 4_107_542_400), "2100-03-01");
 }
+
+/// A template comes with a file that comes from anybody. One that opens a parenthesis too many thousand times ended the process.
+#[test]
+fn however_deep_a_template_nests_it_is_parsed_or_refused() {
+    for (open, middle, close) in
+        [("-", "1", ""), ("not ", "a", ""), ("(", "1", ")"), ("2**", "1", ""), ("", "1", "+1"), ("", "a", ".a")]
+    {
+        let times = (LONGEST - 10) / (open.len() + close.len());
+        let source = format!("{{{{ {}{middle}{} }}}}", open.repeat(times), close.repeat(times));
+        let _ = template(&source).map(|template| template.render(&[], OPEN));
+    }
+    let branches = format!("{{% if a %}}{}{{% endif %}}", "{% elif a %}".repeat(5000));
+    let _ = template(&branches).map(|template| template.render(&[], OPEN));
+    let long = "{{ bos_token }}".repeat(LONGEST / 15 + 1);
+    assert!(matches!(template(&long), Err(Error::Template(why)) if why.contains("more than 65536")));
+}
+
+/// A misspelt name would be a prompt of that one word.
+#[test]
+fn a_name_that_no_format_has_is_no_template() {
+    let tokenizer = marked("<a>", "</a>", 3);
+    let error = ChatTemplate::from_source("chatml", &tokenizer).unwrap_err();
+    assert!(error.to_string().contains("gemma4"), "{error}");
+    assert!(ChatTemplate::from_source("gemma4", &tokenizer).is_ok());
+    assert!(ChatTemplate::from_source("{{ messages[0].content }}", &tokenizer).is_ok());
+}

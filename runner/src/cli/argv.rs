@@ -28,6 +28,22 @@ const SPELLINGS: &[(&str, &str)] = &[
     ("--override-tensors", "--override-tensor"),
 ];
 
+/// Flags of llama.cpp that are not here, and the long flags that the error is to name: as letters they would mean others.
+const ABSENT: &[(&str, &str)] = &[
+    ("-hf", "--hf-repo"),
+    ("-hff", "--hf-file"),
+    ("-hfr", "--hf-repo"),
+    ("-hft", "--hf-token"),
+    ("-lm", "--load-mode"),
+    ("-lv", "--log-verbosity"),
+    ("-md", "--model-draft"),
+    ("-mmp", "--mmap"),
+    ("-mu", "--model-url"),
+    ("-nkvo", "--no-kv-offload"),
+    ("-nopo", "--no-op-offload"),
+    ("-rpc", "--rpc"),
+];
+
 /// Flags whose next word is text of the user and never a flag.
 const TEXT_FLAGS: &[&str] = &["-p", "--prompt", "-f", "--file", "-m", "--model", "-sys", "--system-prompt", "--tokens"];
 
@@ -63,7 +79,7 @@ fn rewrite(arg: &OsStr) -> Option<OsString> {
         Some((flag, value)) => (flag, Some(value)),
         None => (arg, None),
     };
-    let long = SPELLINGS.iter().find(|(short, _)| *short == flag)?.1;
+    let long = SPELLINGS.iter().chain(ABSENT).find(|(short, _)| *short == flag)?.1;
     Some(match value {
         Some(value) => format!("{long}={value}").into(),
         None => long.into(),
@@ -86,6 +102,12 @@ pub(super) fn with_environment(command: clap::Command) -> clap::Command {
             let ours = format!("EVERGRAPH_{upper}");
             let name =
                 if std::env::var_os(&ours).is_none() && std::env::var_os(&llama).is_some() { llama } else { ours };
+            let arg = if matches!(arg.get_action(), clap::ArgAction::SetTrue) {
+                // In the environment llama.cpp says 1, on and the like.
+                arg.value_parser(clap::builder::BoolishValueParser::new())
+            } else {
+                arg
+            };
             arg.env(name).hide_env(true)
         })
     })

@@ -60,6 +60,7 @@ pub(super) fn run(flags: &Flags, out: &mut Output) -> Result<()> {
         for first in (0..count).step_by(session.logit_rows()) {
             let rows = session.logit_rows().min(count - first);
             let logits = session.logits(first, rows)?;
+            finite(&logits)?;
             tops.extend(logits.chunks(session.model().vocabulary).map(|row| top(row, 5)));
             last = logits[(rows - 1) * session.model().vocabulary..].to_vec();
         }
@@ -86,6 +87,7 @@ pub(super) fn run(flags: &Flags, out: &mut Output) -> Result<()> {
         out.line(format!("after {id:>7}  {}", show(row)))?;
     }
     let final_logits = if flags.decode > 0 { session.last_logits()? } else { last.clone() };
+    finite(&final_logits)?;
     out.document(&merged(
         flags.engine.json(&runtime),
         json!({
@@ -99,6 +101,14 @@ pub(super) fn run(flags: &Flags, out: &mut Output) -> Result<()> {
             "graphs": graphs_json(&runtime),
         }),
     ))
+}
+
+/// Refuses what is infinite or no number: nothing that follows from it means anything.
+fn finite(logits: &[f32]) -> Result<()> {
+    match logits.iter().position(|logit| !logit.is_finite()) {
+        None => Ok(()),
+        Some(at) => Err(Error::CheckFailed(format!("logits that are numbers: one is {}", logits[at]))),
+    }
 }
 
 /// The greatest logits with their ids, best first, the lowest id first among equals.

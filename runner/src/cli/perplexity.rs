@@ -85,6 +85,9 @@ pub(super) fn run(flags: &Flags, out: &mut Output) -> Result<()> {
     bar.finish_and_clear();
 
     let ppl = (sum / counted.max(1) as f64).exp();
+    if !ppl.is_finite() {
+        return Err(Error::CheckFailed(format!("a perplexity that is a number: it is {ppl}")));
+    }
     out.line(format!("perplexity {ppl:.4} over {counted} predictions in {} chunks", windows.len()))?;
     out.document(&merged(
         flags.engine.json(&runtime),

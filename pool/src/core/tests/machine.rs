@@ -274,7 +274,10 @@ impl Walk {
                 let Some(growth) = self.heap.plan_growth(&request, stream) else { return };
                 let count: usize = growth.chunks.iter().map(ExactSizeIterator::len).sum();
                 let fewest = self.fewest_chunks(&request, stream);
-                assert!(Some(count) == fewest, "{count} chunks planned, {fewest:?} are enough");
+                // Free blocks are looked for by size: one that only holds an unusual alignment because of where it lies may be passed over.
+                let unusual =
+                    request.align > self.heap.config().granule_bytes && fewest.is_some_and(|fewest| fewest < count);
+                assert!(Some(count) == fewest || unusual, "{count} chunks planned, {fewest:?} are enough");
                 for chunks in growth.chunks {
                     self.back(growth.segment, chunks);
                 }
