@@ -1,5 +1,7 @@
 //! A model at work: a device with its pool, kernels and graphs, and one sequence of tokens on it.
 
+mod buffers;
+mod config;
 mod expert_cache;
 mod host;
 mod rehearsal;
@@ -9,11 +11,12 @@ mod session;
 mod shortage;
 mod step;
 
+pub use config::{KvType, SessionConfig};
 pub(crate) use expert_cache::{CachedExperts, HostExperts};
 pub use host::{Crossing, HostWork};
 pub use residents::ExpertTally;
 pub use runtime::StepKey;
 pub use runtime::{ActType, PoolConfig, PoolMode, Runtime, RuntimeConfig};
-pub use session::{KvType, Mark, Session, SessionConfig};
+pub use session::{Mark, Session};
 pub use step::{Asked, Step};
 pub(crate) use step::{tensor_bytes, view_of};
