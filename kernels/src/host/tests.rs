@@ -64,7 +64,7 @@ fn an_expert_that_is_not_there_is_a_fault_and_no_crash() {
         // SAFETY: inside the block, which nobody else uses here.
         unsafe { (ids.ptr().0 as usize as *mut i32).write(id) }
     };
-    for bad in [4, -1, i32::MAX] {
+    for bad in [4, -2, i32::MAX] {
         set(bad);
         let fault = part.run().unwrap_err();
         assert!(fault.owner.contains("expert id out of range"), "{fault:?}");
@@ -73,6 +73,10 @@ fn an_expert_that_is_not_there_is_a_fault_and_no_crash() {
     set(3);
     part.run().unwrap();
     assert_eq!(values(&y), [64.0]);
+    // No expert, and none is missed.
+    set(-1);
+    part.run().unwrap();
+    assert_eq!(values(&y), [0.0]);
 }
 
 #[test]

@@ -200,7 +200,8 @@ fn experts_are_the_products_that_the_ids_name() {
 
 #[test]
 fn an_expert_that_does_not_exist_is_a_fault() {
-    for id in [-1, 4, i32::MAX] {
+    // -1 stands for none.
+    for id in [-2, 4, i32::MIN, i32::MAX] {
         let mut memory = Memory::default();
         let (w, _) = memory.weights(QuantType::Q8_0, &[4, 8, 32], &random(13, 4 * 8 * 32));
         let (x, ids) = (memory.floats(&[1, 32], &random(14, 32)), memory.ints(&[1, 2], &[0, id]));
