@@ -57,12 +57,6 @@ pub(crate) fn short(error: DriverError, bytes: u64) -> Short {
     if error.is_out_of_memory() { Short::Driver(error, bytes) } else { Short::Fail(error.into()) }
 }
 
-/// Slabs of the smallest size that a limit holds at least.
-const SLABS_IN_LIMIT: u64 = 16;
-
-/// Below that a slab is hardly more than a request.
-const LEAST_SLAB_BYTES: u64 = 4 << 10;
-
 impl Shared {
     /// Takes from the driver what the request lacks. `stitch` (vmm): first take what is free elsewhere in the pool,
     /// busy or not.
@@ -301,9 +295,7 @@ impl Shared {
         self.free_slot(cold, notices)?;
         // Where the rounded slab does not fit, one that just holds the request may.
         let least = request.bytes() + request.align_bytes();
-        let limit = self.lock().limit_bytes.unwrap_or(u64::MAX);
-        // Under a small limit a slab of the usual size is so much of it that other purposes get none.
-        let smallest = (self.config.slab_bytes as u64).min((limit / SLABS_IN_LIMIT).max(LEAST_SLAB_BYTES));
+        let smallest = self.config.slab_bytes as u64;
         let mut bytes = if smallest < USUAL_SLAB_BYTES {
             // Somebody counts every byte: no slab is larger than it must be.
             least.max(smallest)

@@ -692,14 +692,3 @@ fn logits_that_are_no_numbers_are_an_error() {
     let path = broken.0.display().to_string();
     assert!(fails(&["logits", "-m", &path, "--tokens", "1,2"], 1).contains("numbers"));
 }
-
-/// Under a small limit one slab for weights or state was all of it.
-#[test]
-fn a_small_limit_holds_slabs_of_every_purpose() {
-    for limit in ["1500KiB", "1900KiB", "2MiB", "2200KiB", "3MiB", "4MiB"] {
-        let words =
-            ["run", "-m", &data("gemma4-e.gguf"), "--tokens", "5,6,7", "-n", "8", "--temp", "0", "--pool", "slab"];
-        let more = ["-ngl", "3", "-c", "256", "--mem-limit", limit, "--device", "host"];
-        let _ = works(&[&words[..], &more[..]].concat());
-    }
-}
