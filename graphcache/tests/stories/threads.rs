@@ -164,7 +164,7 @@ fn nobody_takes_scratch_between_its_clearing_and_the_launch() {
         assert_eq!(rig.read(&out), [turn], "the counter was not zero: {outcome:?}");
         outcome.ran
     };
-    // Somebody else wants all memory, just when it is to be cleared; whether there was none for them as long as they were waited for.
+    // Somebody else wants all memory just when it is to be cleared, and gets a while to take it.
     let met = |ran: &dyn Fn() -> Ran| {
         let (pool, driver) = (rig.pool.clone(), rig.driver.clone());
         let (say, said) = mpsc::channel();
