@@ -9,10 +9,12 @@
 //! With one thread the streams are stepped and everything follows from the seed. The steps are decoded from
 //! bytes ([`Op`]), so that a fuzzer can drive the same machine through [`run_ops`].
 
+mod beds;
 pub(crate) mod ledger;
 mod ops;
 pub(crate) mod quiet;
 mod recipe;
+mod slot;
 mod tally;
 mod world;
 
@@ -33,9 +35,10 @@ use serde::Serialize;
 pub use ops::{Op, Seeded};
 
 use crate::device::Device;
+use beds::Beds;
 use ledger::{Ledger, Seen};
 use tally::Tally;
-use world::{Beds, Shared, World, Wrong};
+use world::{Shared, World, Wrong};
 
 /// What to run.
 #[derive(Clone, Debug)]

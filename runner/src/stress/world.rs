@@ -3,17 +3,19 @@
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use evergraph_graphcache::{CacheError, GraphCache, GraphKey, Ran, Request};
-use evergraph_kernels::probe::{Probe, Words};
+use evergraph_kernels::probe::Probe;
 use evergraph_pool::driver::faulty::CALLS;
-use evergraph_pool::driver::{Driver, DynDriver, Faulty, Streams};
+use evergraph_pool::driver::{Driver, DynDriver, Faulty};
 use evergraph_pool::{Arena, Awake, Content, Pool, PoolError, PoolMode, Purpose, ScratchPolicy, Stream};
 use parking_lot::Mutex;
 
+use super::beds::{Beds, purposes};
 use super::ledger::{Ledger, mark, named};
-use super::recipe::{Ending, Halt, OnPurpose, Scratch, Shape, Slice, Work};
+use super::recipe::{Ending, Halt, OnPurpose, Scratch, Shape, Work};
+use super::slot::{Slot, copy, disown, fill, order, order_streams, own};
 use super::tally::Tally;
 use super::{Op, quiet};
 
@@ -52,43 +54,6 @@ pub(super) struct Shared {
     pub(super) crowd: bool,
 }
 
-/// What sleeps, by the model's account. Purposes are numbered as in [`Purpose::ALL`].
-#[derive(Debug, Default)]
-pub(super) struct Beds {
-    /// Taken for a sleep or a wake: nobody wakes what another one is just noting down.
-    turn: Mutex<()>,
-    asleep: [AtomicBool; 3],
-    /// How often the bytes of a purpose were dropped.
-    dropped: [AtomicU64; 3],
-}
-
-impl Beds {
-    fn any_asleep(&self) -> bool {
-        self.asleep.iter().any(|asleep| asleep.load(Ordering::SeqCst))
-    }
-
-    fn dropped(&self) -> [u64; 3] {
-        [0, 1, 2].map(|purpose: usize| self.dropped[purpose].load(Ordering::SeqCst))
-    }
-
-    /// Notes what is asleep now, after a call that may have let it fall asleep with its bytes dropped.
-    fn note(&self, pool: &Pool, dropping: bool) {
-        for (index, purpose) in Purpose::ALL.into_iter().enumerate() {
-            let now = pool.is_asleep(purpose);
-            let before = self.asleep[index].swap(now, Ordering::SeqCst);
-            if now && !before && dropping {
-                self.dropped[index].fetch_add(1, Ordering::SeqCst);
-            }
-        }
-    }
-}
-
-/// The purposes of a number's lower bits.
-fn purposes(bits: u8) -> Vec<Purpose> {
-    let chosen = |(index, purpose): (usize, Purpose)| (bits >> index & 1 == 1).then_some(purpose);
-    Purpose::ALL.into_iter().enumerate().filter_map(chosen).collect()
-}
-
 impl Shared {
     pub(super) fn serial(&self) -> u64 {
         self.serials.fetch_add(1, Ordering::Relaxed)
@@ -117,16 +82,6 @@ impl Shared {
     pub(super) fn dynamic(&self) -> DynDriver {
         self.driver.clone()
     }
-}
-
-/// A live slice and what it must hold.
-struct Slot {
-    slice: Slice,
-    serial: u64,
-    /// `None`: nobody wrote it yet, or a failure left it open.
-    words: Option<Vec<u32>>,
-    /// The stream of the last use.
-    last: usize,
 }
 
 /// A recipe: a key of the cache, with its inputs and output.
@@ -730,73 +685,4 @@ impl World {
         };
         if fine { Ok(()) } else { Err(Wrong::Error(format!("recipe {n} ({:?}): {error}", self.recipes[n].shape))) }
     }
-}
-
-fn own(shared: &Shared, slice: Slice, words: Option<Vec<u32>>, last: usize) -> Slot {
-    let serial = shared.serial();
-    let (ptr, bytes) = (slice.ptr().0, slice.bytes() as u64);
-    shared.driver.mark(mark::OWN, &[("serial", serial), ("ptr", ptr), ("bytes", bytes)]);
-    Slot { slice, serial, words, last }
-}
-
-/// Says in the log that the slot is about to be dropped.
-fn disown(shared: &Shared, slot: &Slot) {
-    shared.driver.mark(mark::DISOWN, &[("serial", slot.serial)]);
-}
-
-/// Work on `after` waits for the work on `before` so far.
-fn order_streams(shared: &Shared, before: &Stream, after: &Stream) -> Result<(), PoolError> {
-    shared.driver.bind()?;
-    let event = shared.driver.event_create(false)?;
-    let ordered = shared
-        .driver
-        .event_record(event, before.handle())
-        .and_then(|()| shared.driver.stream_wait_event(after.handle(), event));
-    // A destroy that was made to fail is tried again: this is the world's own event, not the pool's.
-    if shared.driver.event_destroy(event).is_err() {
-        shared.driver.event_destroy(event)?;
-    }
-    Ok(ordered?)
-}
-
-/// Before a use on `stream`: after the last use, and known to the pool.
-fn order(shared: &Shared, streams: &[Stream], slot: &mut Slot, stream: usize) -> Result<(), PoolError> {
-    if slot.last != stream {
-        order_streams(shared, &streams[slot.last], &streams[stream])?;
-    }
-    slot.slice.record_stream(&streams[stream])?;
-    slot.last = stream;
-    Ok(())
-}
-
-fn words(slice: &Slice) -> Words {
-    Words::new(slice.ptr(), slice.len())
-}
-
-fn fill(shared: &Shared, streams: &[Stream], slot: &mut Slot, stream: usize, value: u32) -> Result<(), PoolError> {
-    if slot.slice.is_empty() || shared.pool.is_asleep(slot.slice.purpose()) {
-        return Ok(());
-    }
-    order(shared, streams, slot, stream)?;
-    shared.probe.fill(streams[stream].handle(), words(&slot.slice), value)?;
-    slot.words = Some((0..slot.slice.len() as u32).map(|i| value.wrapping_add(i)).collect());
-    Ok(())
-}
-
-/// `to = from + 1`, as far as both reach.
-fn copy(shared: &Shared, streams: &[Stream], from: &mut Slot, to: &mut Slot, stream: usize) -> Result<(), PoolError> {
-    let len = from.slice.len().min(to.slice.len());
-    let asleep = |slot: &Slot| shared.pool.is_asleep(slot.slice.purpose());
-    if len == 0 || from.words.is_none() || asleep(from) || asleep(to) {
-        return Ok(());
-    }
-    order(shared, streams, from, stream)?;
-    order(shared, streams, to, stream)?;
-    shared.probe.add(streams[stream].handle(), words(&from.slice), 1, words(&to.slice))?;
-    if let (Some(from), Some(to)) = (&from.words, &mut to.words) {
-        for (to, from) in to.iter_mut().zip(from) {
-            *to = from.wrapping_add(1);
-        }
-    }
-    Ok(())
 }
