@@ -8,6 +8,9 @@ use super::runtime::Runtime;
 use super::step::{tensor_bytes, view_of};
 use crate::error::Result;
 
+/// Counters of a sequence: a few for each group of heads of a step of few tokens, and far more than any op has asked for.
+const COUNTERS: usize = 4096;
+
 /// Everything that steps read and write besides weights, cache and scratch.
 #[derive(Debug)]
 pub(super) struct Buffers {
@@ -19,6 +22,8 @@ pub(super) struct Buffers {
     pub(super) position: Buffer<i32>,
     pub(super) recent: Buffer<i32>,
     pub(super) state: Buffer<SampleState>,
+    /// Zeros between ops.
+    pub(super) counters: Buffer<i32>,
     pub(super) taps: Vec<Buffer<f32>>,
 }
 
@@ -43,8 +48,15 @@ impl<T: Element> Buffer<T> {
 }
 
 impl Buffers {
+    /// Zeros, in which the blocks of a kernel count each other.
+    pub(super) fn counters(runtime: &Runtime) -> Result<Buffer<i32>> {
+        let counters = Buffer::new(runtime, "counters", QuantType::I32, &[COUNTERS])?;
+        runtime.stream().upload(&[0; COUNTERS], &counters.slice)?;
+        Ok(counters)
+    }
+
     pub(super) fn uses(&self) -> impl Iterator<Item = (&dyn Tracked, Use)> {
-        let fixed: [&dyn Tracked; 8] = [
+        let fixed: [&dyn Tracked; 9] = [
             &self.ids.slice,
             &self.positions.slice,
             &self.hidden.slice,
@@ -53,8 +65,12 @@ impl Buffers {
             &self.position.slice,
             &self.recent.slice,
             &self.state.slice,
+            &self.counters.slice,
         ];
         let taps = self.taps.iter().map(|tap| &tap.slice as &dyn Tracked);
         fixed.into_iter().chain(taps).map(|tracked| (tracked, Use::State))
     }
 }
+
+#[cfg(test)]
+mod tests;

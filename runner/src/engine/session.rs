@@ -111,6 +111,7 @@ impl Session {
             position: Buffer::new(runs, "next position", QuantType::I32, &[1])?,
             recent: Buffer::new(runs, "recent tokens", QuantType::I32, &[context])?,
             state: Buffer::new(runs, "sampling state", QuantType::I8, &[SampleState::BYTES])?,
+            counters: Buffers::counters(runs)?,
             taps: (0..outputs)
                 .map(|index| {
                     Buffer::new(runs, &format!("output {index}"), QuantType::F32, &[ubatch, model.tap_width(index)])
@@ -299,6 +300,10 @@ impl Session {
             let lost = "an earlier error left the sequence half done: clear it".to_owned();
             return Err(Error::CheckFailed(lost));
         }
+        let build = |step: &mut super::Step<'_>| {
+            step.count_in(&self.io.counters.view);
+            build(step)
+        };
         let ran = self.runtime.step_beside(key, &uses, self.cache.touches(), self.side.as_ref(), build);
         // The device went on without the host's share.
         self.lost.set(self.side.is_some() && ran.is_err());

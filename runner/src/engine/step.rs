@@ -35,6 +35,7 @@ pub struct Step<'a> {
     /// What keeps the host's memory that ops at hand use.
     keep: Vec<Keep>,
     asked: bool,
+    counters: Option<TensorView>,
 }
 
 /// What the host was asked for and not yet waited for.
@@ -62,7 +63,13 @@ impl<'a> Step<'a> {
             scratch: Vec::new(),
             keep: Vec::new(),
             asked: false,
+            counters: None,
         }
+    }
+
+    /// Lets ops count in this memory `[n]` of the device, which is declared and holds zeros.
+    pub(super) fn count_in(&mut self, counters: &TensorView) {
+        self.counters = Some(counters.clone());
     }
 
     /// What products with weights in blocks are to take.
@@ -200,6 +207,17 @@ impl<'a> Step<'a> {
     /// None but for sizes that make no sense.
     pub(crate) fn places(&self, count: usize) -> Result<Option<TensorView>> {
         self.side.map_or(Ok(None), |side| side.places(count))
+    }
+
+    /// `count` zeros `[count]` (I32) of the device, in which the blocks of a kernel count each other. Every op that counts leaves zeros
+    /// behind, so that all ops of the step, which run one after the other, have the same ones. None for ops of the host, for a
+    /// step that has none, and for more than there are: the op then does without.
+    ///
+    /// # Errors
+    /// None but for sizes that make no sense.
+    pub fn counters(&self, count: usize) -> Result<Option<TensorView>> {
+        let all = self.counters.as_ref().filter(|all| !self.on_host && (1..=all.dim(0)).contains(&count));
+        Ok(all.map(|all| all.narrow(0, 0, count)).transpose()?)
     }
 
     /// Number of ops so far, the host's not counted.
