@@ -100,15 +100,10 @@ struct Words {
 impl Words {
     /// Offsets of words that may be pointers.
     fn new(layout: Option<&Arc<ParamLayout>>, bytes: usize) -> Self {
-        // By layout: parameters of 8 bytes, and every word of longer ones (structs by value). Two numbers side by side
-        // are none. Without a layout, every aligned word: a false hit costs a look-up, or pins what is not needed.
+        // Without a layout, every aligned word: a false hit costs a look-up, or pins what is not needed.
         let mut offsets: SmallVec<[u32; 16]> = SmallVec::new();
         match layout {
-            Some(layout) => {
-                for param in layout.params.iter().filter(|p| p.bytes >= 8) {
-                    offsets.extend((0..param.bytes / 8).map(|i| param.offset + 8 * i));
-                }
-            }
+            Some(layout) => offsets.extend(layout.words().map(|(_, offset)| offset)),
             None => offsets.extend((0..bytes as u32 / 8).map(|i| 8 * i)),
         }
         offsets.sort_unstable();

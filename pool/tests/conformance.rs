@@ -5,6 +5,7 @@
 evergraph_pool::driver_conformance!(threads, Body::Threads);
 evergraph_pool::driver_conformance!(stepped, Body::Stepped);
 evergraph_pool::driver_conformance!(faulty, Body::Faulty);
+evergraph_pool::driver_conformance!(virtual_devices, Body::Virtual);
 
 /// A rule of the host device that can be taken out (see `mutant`), and a story that must fail without it.
 const RULES: &[(&str, &str)] = &[
@@ -39,10 +40,19 @@ const RULES: &[(&str, &str)] = &[
     ("host.registered-writable", "registered_memory_is_read_only"),
 ];
 
+/// The same of virtual devices.
+const VIRTUAL_RULES: &[(&str, &str)] = &[
+    ("virtual.all-may-reach", "plain_memory_of_a_peer_needs_peer_access"),
+    ("virtual.all-may-reach", "a_range_is_granted_by_set_access"),
+    ("virtual.new-pages-open", "new_pages_need_a_grant_of_their_own"),
+    ("virtual.homes-unchecked", "a_peer_copy_that_names_the_wrong_device_is_a_fault"),
+    ("virtual.any-device-is-current", "calls_need_the_device_current"),
+];
+
 /// Whether one story of this binary passes with a rule taken out.
-fn passes(rule: &str, story: &str) -> bool {
+fn passes(body: &str, rule: &str, story: &str) -> bool {
     let output = std::process::Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", &format!("threads::{story}")])
+        .args(["--exact", &format!("{body}::{story}")])
         .env("EVERGRAPH_MUTANT", rule)
         .output()
         .unwrap();
@@ -53,8 +63,17 @@ fn passes(rule: &str, story: &str) -> bool {
 
 #[test]
 fn each_rule_of_the_host_device_has_a_story_that_notices() {
-    for (rule, story) in RULES {
-        assert!(passes("none", story), "{story} fails with every rule in place");
-        assert!(!passes(rule, story), "{story} does not notice that {rule}");
+    noticed("threads", RULES);
+}
+
+#[test]
+fn each_rule_of_virtual_devices_has_a_story_that_notices() {
+    noticed("virtual_devices", VIRTUAL_RULES);
+}
+
+fn noticed(body: &str, rules: &[(&str, &str)]) {
+    for (rule, story) in rules {
+        assert!(passes(body, "none", story), "{story} fails with every rule in place");
+        assert!(!passes(body, rule, story), "{story} does not notice that {rule}");
     }
 }

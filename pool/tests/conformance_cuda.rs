@@ -19,7 +19,8 @@ use evergraph_pool::driver::conformance::{self, Body, Rig, SOURCES, Story};
 use evergraph_pool::driver::cuda::{self, CudaDevice};
 use evergraph_pool::driver::{Args, Driver, Node, NodeArgs};
 
-const BODIES: [(&str, Body); 2] = [("cuda", Body::Cuda), ("faulty_cuda", Body::FaultyCuda)];
+const BODIES: [(&str, Body); 3] =
+    [("cuda", Body::Cuda), ("faulty_cuda", Body::FaultyCuda), ("virtual_cuda", Body::VirtualCuda)];
 const STORY: &str = "EVERGRAPH_CONFORMANCE_STORY";
 const IMAGES: &str = "EVERGRAPH_CONFORMANCE_IMAGES";
 /// Stories of what only hardware has.
@@ -113,13 +114,13 @@ fn packed_arguments_can_be_read_back(rig: &Rig) {
 
 fn tell_all(wanted: &[String], images: &str, folder: &Path) -> bool {
     let (mut passed, mut failed, mut skipped) = (0, Vec::new(), 0);
-    for (body, _) in BODIES {
+    for (body, kind) in BODIES {
         for (name, _) in stories() {
             let full = format!("{body}::{name}");
             if !wanted.is_empty() && !wanted.iter().any(|part| full.contains(part)) {
                 continue;
             }
-            if let Some(why) = conformance::untold(name, cuda::device_count()) {
+            if let Some(why) = conformance::untold(kind, name, cuda::device_count()) {
                 println!("{full} ... skipped: {why}");
                 skipped += 1;
                 continue;

@@ -82,6 +82,10 @@ pub enum DriverErrorKind {
     /// Peer access is missing.
     #[error("peer access is not enabled")]
     PeerAccess,
+    /// The address is in memory of another device that was not granted to this one. Found by virtual devices when the
+    /// call is made; between real devices it is a [`Fault`] later.
+    #[error("{0}")]
+    Foreign(ForeignAccess),
     /// The driver itself, by number and name.
     #[error("driver error {code} ({name})")]
     Other {
@@ -90,6 +94,44 @@ pub enum DriverErrorKind {
         /// The driver's name for it.
         name: String,
     },
+}
+
+/// An access to memory of another device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ForeignAccess {
+    /// The op: the kernel's name, or the call's.
+    pub op: String,
+    /// Which of the kernel's parameters, from 0, or of the call's (`dst`, `src`).
+    pub argument: Argument,
+    /// The address.
+    pub address: DevicePtr,
+    /// Whose memory it is.
+    pub owner: DeviceOrdinal,
+    /// The device that was to touch it; of a peer copy, the one that it named.
+    pub device: DeviceOrdinal,
+}
+
+/// Which argument.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Argument {
+    /// A kernel's parameter, from 0.
+    Parameter(usize),
+    /// A call's, by name.
+    Named(&'static str),
+}
+
+impl fmt::Display for ForeignAccess {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.argument {
+            Argument::Parameter(number) => write!(f, "parameter {number} of {}", self.op)?,
+            Argument::Named(name) => write!(f, "{name} of {}", self.op)?,
+        }
+        write!(
+            f,
+            " is {}, memory of device {}, which device {} may not touch: copy it there first, or grant it",
+            self.address, self.owner, self.device
+        )
+    }
 }
 
 /// An illegal access: the context is lost. Hardware does not say where; there the address is null, the owner is the

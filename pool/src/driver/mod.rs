@@ -8,7 +8,8 @@
 //! | [`Modules`] | load, function, argument layout, launch | `cuModuleLoadData`, `cuFuncGetParamInfo`, `cuLaunchKernel` |
 //!
 //! Bodies: [`host`] (a complete device on the CPU) and `cuda` (cudarc's `sys` level, loaded at run
-//! time). [`Faulty`] wraps either, fails the n-th call of a kind and logs every call.
+//! time). [`Faulty`] wraps either, fails the n-th call of a kind and logs every call. [`VirtualMachine`] makes several
+//! devices of one.
 //!
 //! [`open`] opens the device of a [`DeviceChoice`]. One driver object is one device. Calls need that device *current* on the calling thread
 //! ([`Driver::bind`], `cuCtxSetCurrent`); the host device refuses a call made without it, so that a
@@ -26,15 +27,17 @@ mod handle_map;
 pub mod host;
 pub(crate) mod host_memory;
 mod types;
+mod virtual_devices;
 
 use std::fmt::Debug;
 use std::sync::Arc;
 
 pub use choice::{DeviceChoice, NoSuchChoice, open};
-pub use error::{DriverError, DriverErrorKind, DriverResult, Fault};
+pub use error::{Argument, DriverError, DriverErrorKind, DriverResult, Fault, ForeignAccess};
 pub use faulty::{Call, Faulty};
 pub use handle_map::{HandleHasher, HandleMap};
 pub use types::*;
+pub use virtual_devices::{VirtualDevice, VirtualMachine};
 
 /// A device: the four traits and its identity.
 pub trait Driver: Memory + Streams + Graphs + Modules + Debug + Send + Sync {

@@ -200,6 +200,13 @@ impl ParamLayout {
         self.params.iter().map(|p| (p.offset + p.bytes) as usize).max().unwrap_or(0)
     }
 
+    /// Where pointers may lie: parameters of 8 bytes, and every word of longer ones (structs by value). Two numbers
+    /// side by side are none. Each with the parameter's number.
+    pub fn words(&self) -> impl Iterator<Item = (usize, u32)> + '_ {
+        let long = self.params.iter().enumerate().filter(|(_, param)| param.bytes >= 8);
+        long.flat_map(|(number, param)| (0..param.bytes / 8).map(move |i| (number, param.offset + 8 * i)))
+    }
+
     /// The layout C gives to parameters of these (size, alignment) pairs.
     #[must_use]
     pub fn c_layout(params: &[(u32, u32)]) -> Self {

@@ -1,5 +1,7 @@
 //! What the suite needs to run on a GPU, and the stories that only the host device can tell.
 
+use super::Body;
+
 /// CUDA C++ of the stories' kernels, and of the module in which `add` subtracts.
 pub const SOURCES: [&str; 2] = [include_str!("kernels.cu"), include_str!("other_kernels.cu")];
 
@@ -54,11 +56,39 @@ const TWO_DEVICES: &[&str] = &[
     "each_thread_has_its_own_current_device",
 ];
 
+/// What hardware does not check and virtual devices do.
+const TOLD_BY_VIRTUAL: &[&str] = &[
+    "handles_belong_to_their_device",
+    "graphs_belong_to_their_device",
+    "modules_belong_to_their_device",
+    "a_peer_copy_that_names_the_wrong_device_is_a_fault",
+];
+
 /// Why a story is not told on a machine with `devices` GPUs, if it is not.
 #[must_use]
-pub fn untold(story: &str, devices: u32) -> Option<&'static str> {
+pub fn untold(body: Body, story: &str, devices: u32) -> Option<&'static str> {
+    if let Some(why) = not_virtual(body, story) {
+        return Some(why);
+    }
+    if body.is_virtual() && TOLD_BY_VIRTUAL.contains(&story) {
+        return None;
+    }
     if let Some((_, why)) = HOST_ONLY.iter().find(|(name, _)| *name == story) {
         return Some(why);
     }
-    (devices < 2 && TWO_DEVICES.contains(&story)).then_some("needs two devices")
+    (devices < 2 && !body.is_virtual() && TWO_DEVICES.contains(&story)).then_some("needs two devices")
+}
+
+/// Needs devices that are apart.
+const APART: &[(&str, &str)] = &[
+    ("a_fault_stays_in_its_context", "one context serves all virtual devices of a physical one"),
+    ("a_machine_may_have_no_links", "virtual devices of a physical one always reach each other"),
+    ("an_exec_takes_memory", "execs are not a part of a virtual device's share"),
+];
+
+/// Why a story is not told on virtual devices, if it is not.
+#[must_use]
+pub fn not_virtual(body: Body, story: &str) -> Option<&'static str> {
+    let found = APART.iter().filter(|_| body.is_virtual()).find(|(name, _)| *name == story);
+    found.map(|(_, why)| *why)
 }

@@ -17,7 +17,7 @@ pub mod rig;
 pub mod streams;
 pub mod updates;
 
-pub use hardware::{SOURCES, untold};
+pub use hardware::{SOURCES, not_virtual, untold};
 pub use kernels::KERNELS;
 pub use rig::{Body, Rig, set_cuda_images};
 
@@ -55,6 +55,10 @@ macro_rules! stories {
             ($on:expr) => {$(
                 #[test]
                 fn $name() {
+                    if let Some(why) = $crate::driver::conformance::not_virtual($on, stringify!($name)) {
+                        println!("skipped: {why}");
+                        return;
+                    }
                     $crate::driver::conformance::$file::$name(&$crate::driver::conformance::Rig::new($on));
                 }
             )*};

@@ -9,7 +9,7 @@ use crate::driver::cuda::{self, CudaDevice};
 use crate::driver::host::{HostConfig, HostDevice, HostMachine, Live};
 use crate::driver::{
     Args, CaptureMode, DevicePtr, DriverError, DriverErrorKind, DynDriver, EventHandle, ExecHandle, Faulty,
-    FunctionHandle, GraphHandle, HostPtr, LaunchConfig, ModuleHandle, ModuleImage, StreamHandle,
+    FunctionHandle, GraphHandle, HostPtr, LaunchConfig, ModuleHandle, ModuleImage, StreamHandle, VirtualMachine,
 };
 
 /// The bodies under test.
@@ -21,24 +21,32 @@ pub enum Body {
     Stepped,
     /// Host device with threads behind [`Faulty`].
     Faulty,
+    /// Two virtual devices of one host device with threads.
+    Virtual,
     /// The first CUDA device, and the second where there is one.
     Cuda,
     /// The same behind [`Faulty`].
     FaultyCuda,
+    /// Two virtual devices of the first CUDA device.
+    VirtualCuda,
 }
 
 impl Body {
     /// Whether it is hardware.
     #[must_use]
     pub fn is_cuda(self) -> bool {
-        matches!(self, Self::Cuda | Self::FaultyCuda)
+        matches!(self, Self::Cuda | Self::FaultyCuda | Self::VirtualCuda)
+    }
+
+    /// Whether its devices are virtual: one context for all, and an access to another's memory is refused when the call
+    /// is made.
+    #[must_use]
+    pub fn is_virtual(self) -> bool {
+        matches!(self, Self::Virtual | Self::VirtualCuda)
     }
 
     fn kernels(self) -> ModuleImage<'static> {
-        match self {
-            Self::Cuda | Self::FaultyCuda => ModuleImage::Binary(&images()[0]),
-            _ => ModuleImage::Host(KERNELS),
-        }
+        if self.is_cuda() { ModuleImage::Binary(&images()[0]) } else { ModuleImage::Host(KERNELS) }
     }
 }
 
@@ -88,6 +96,11 @@ impl Rig {
             if body == Body::FaultyCuda { Faulty::new(device) } else { device }
         };
         let driver = open(0);
+        if body.is_virtual() {
+            let (driver, peer) = two_of(driver);
+            driver.bind().unwrap();
+            return Self::over(body, driver, peer);
+        }
         let peer = if cuda::device_count() > 1 { open(1) } else { driver.clone() };
         driver.bind().unwrap();
         assert_eq!(driver.granularity_bytes().unwrap(), GRANULE);
@@ -98,6 +111,13 @@ impl Rig {
     #[must_use]
     pub fn with(body: Body, config: HostConfig) -> Self {
         assert!(!body.is_cuda(), "hardware has no configuration");
+        if body.is_virtual() {
+            // Each has what a device of the configuration has.
+            let memory_bytes = config.memory_bytes * 2;
+            let (driver, peer) = two_of(HostDevice::new(config.memory(memory_bytes)).unwrap());
+            driver.bind().unwrap();
+            return Self::over(body, driver, peer);
+        }
         let devices = HostMachine::new(2, config.stepped(body == Body::Stepped)).unwrap();
         let wrap = |device: &Arc<HostDevice>| -> DynDriver {
             if body == Body::Faulty { Faulty::new(device.clone()) } else { device.clone() }
@@ -149,10 +169,7 @@ impl Rig {
     /// Another module, in which `add` subtracts.
     #[must_use]
     pub fn other_kernels(&self) -> ModuleImage<'static> {
-        match self.body {
-            Body::Cuda | Body::FaultyCuda => ModuleImage::Binary(&images()[1]),
-            _ => ModuleImage::Host(OTHER_KERNELS),
-        }
+        if self.body.is_cuda() { ModuleImage::Binary(&images()[1]) } else { ModuleImage::Host(OTHER_KERNELS) }
     }
 
     /// The gate's word.
@@ -304,11 +321,46 @@ impl Rig {
     }
 }
 
+impl Rig {
+    /// What was just queued touches memory of the other device: a fault of that op, whose owner contains those words,
+    /// when it runs; on virtual devices a refusal when it was asked for, which names the address and the owner's number.
+    #[track_caller]
+    pub fn expect_foreign(
+        &self,
+        queued: Result<(), DriverError>,
+        (driver, stream): (&DynDriver, StreamHandle),
+        op: &str,
+        (address, words): (DevicePtr, &str),
+    ) {
+        if !self.body.is_virtual() {
+            queued.unwrap();
+            let fault = driver.stream_synchronize(stream).unwrap_err();
+            let DriverErrorKind::Fault(fault) = fault.kind else { panic!("expected a fault, found {fault}") };
+            let named = op.starts_with(&fault.op) && fault.owner.contains(words);
+            assert!(self.body.is_cuda() || named, "expected {op} and {words:?} in {fault}");
+            return;
+        }
+        let error = queued.unwrap_err();
+        let DriverErrorKind::Foreign(foreign) = &error.kind else { panic!("expected a refusal, found {error}") };
+        assert_eq!((foreign.op.as_str(), foreign.address), (op, address), "{error}");
+        assert!(words.contains(&format!("device {}", foreign.owner)), "expected {words:?} in {error}");
+        // Nothing was queued, and nothing broke.
+        driver.stream_synchronize(stream).unwrap();
+        assert_eq!(driver.fault(), None);
+    }
+}
+
 impl Drop for Rig {
     fn drop(&mut self) {
         // A story that failed must not leave a worker at the gate.
         self.open();
     }
+}
+
+/// Two virtual devices of one.
+fn two_of(device: DynDriver) -> (DynDriver, DynDriver) {
+    let devices = VirtualMachine::new(&[device], 2).unwrap();
+    (devices[0].clone(), devices[1].clone())
 }
 
 /// The call must be refused for an argument.

@@ -44,7 +44,7 @@ mod pages;
 mod slots;
 mod space;
 mod stream;
-mod thread;
+pub(super) mod thread;
 mod work;
 
 use std::sync::Arc;

@@ -21,7 +21,7 @@ thread_local! {
 const PURGE_ABOVE: usize = 16;
 
 /// Makes `device` of a machine current on this thread.
-pub(super) fn set_current(machine: &Arc<()>, device: u32) {
+pub(in crate::driver) fn set_current(machine: &Arc<()>, device: u32) {
     ENTRIES.with_borrow_mut(|entries| match entries.iter_mut().find(|e| e.machine.as_ptr() == Arc::as_ptr(machine)) {
         Some(entry) => entry.device = device,
         None => {
@@ -34,7 +34,7 @@ pub(super) fn set_current(machine: &Arc<()>, device: u32) {
 }
 
 /// The device of a machine that is current on this thread.
-pub(super) fn current(machine: &Arc<()>) -> Option<u32> {
+pub(in crate::driver) fn current(machine: &Arc<()>) -> Option<u32> {
     ENTRIES.with_borrow(|entries| entries.iter().find(|e| e.machine.as_ptr() == Arc::as_ptr(machine)).map(|e| e.device))
 }
 
@@ -56,7 +56,7 @@ pub(super) fn exchange_mode(machine: &Arc<()>, new: CaptureMode) -> CaptureMode 
 }
 
 /// Whether this thread is inside a host function or kernel, where driver calls are forbidden.
-pub(super) fn in_callback() -> bool {
+pub(in crate::driver) fn in_callback() -> bool {
     IN_CALLBACK.get()
 }
 
