@@ -112,6 +112,14 @@ pub enum PoolError {
         /// The device it belongs to.
         found: DeviceOrdinal,
     },
+    /// There is no way from one device to the memory of the other.
+    #[error("device {device} can not reach the memory of device {owner}; copy it there instead")]
+    Unreachable {
+        /// Whose memory it is.
+        owner: DeviceOrdinal,
+        /// Who was to touch it.
+        device: DeviceOrdinal,
+    },
     /// The token is not good any more.
     #[error("the token of allocation {} is stale: {reason}", token.allocation)]
     StaleToken {

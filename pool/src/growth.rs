@@ -166,6 +166,7 @@ impl Shared {
         };
         self.give_misfits(cold, &laid.misfits)?;
         let at = |chunk: u32| DevicePtr(base.0 + u64::from(chunk) * self.chunk_bytes);
+        let access = self.access(heap);
         let mut done: Vec<Laying> = Vec::new();
         let mut mapped = || -> Result<(), DriverError> {
             let mut largest = u64::MAX;
@@ -175,7 +176,7 @@ impl Shared {
                     self.map_stretch(heap, stretch, &at, &mut largest, &mut done)?;
                 }
                 let bytes = range.len() * self.chunk_bytes as usize;
-                self.driver.set_access(at(range.start), bytes, &[self.device])?;
+                self.driver.set_access(at(range.start), bytes, &access)?;
             }
             Ok(())
         };

@@ -20,6 +20,7 @@ mod error;
 mod event;
 mod foreign;
 mod give_back;
+mod grant;
 mod growing;
 mod growth;
 pub mod handshake;

@@ -268,6 +268,27 @@ impl Pool {
         self.shared().lock().heaps[purpose.index()].is_asleep()
     }
 
+    /// Lets another device touch the pool's memory for these purposes (none named: all), as long as the pool lives: what is
+    /// mapped now, and whatever pages come later by growth, remap, stitch or wake. In slab mode the device may touch all
+    /// plain memory of this one. Nothing for the pool's own device. May be called from any thread; leaves one of the two
+    /// devices current.
+    ///
+    /// Work of the other device on slices is told by [`record_stream`](DeviceSlice::record_stream), or is in graphs that
+    /// declare them.
+    ///
+    /// # Errors
+    /// `Unreachable`; `Capturing`; those of the driver. Pages that were granted before it failed stay so until they go;
+    /// call again.
+    pub fn grant(&self, peer: &DynDriver, purposes: &[Purpose]) -> Result<(), PoolError> {
+        self.shared().grant(peer, purposes)
+    }
+
+    /// Whether a device may touch memory for a purpose: its own, or by a [grant](Self::grant).
+    #[must_use]
+    pub fn is_granted(&self, device: DeviceOrdinal, purpose: Purpose) -> bool {
+        self.shared().is_granted(device, purpose.index())
+    }
+
     /// Changes the byte limit. What is held above a lower limit goes back as requests come.
     pub fn set_limit(&self, bytes: Option<usize>) {
         self.shared().set_limit(bytes);

@@ -12,6 +12,7 @@ use crate::arena::ScratchPolicy;
 use crate::core::{BlockKey, Heap, HeapConfig, SegmentKey, Stamp, StreamKey, Uses};
 use crate::driver::host_memory::{Pinned, Registered};
 use crate::driver::{DevicePtr, PhysHandle};
+use crate::grant::Grantees;
 use crate::growing::Growing;
 use crate::handshake::{EpochWriter, Lease};
 use crate::outputs::Book;
@@ -308,6 +309,8 @@ pub(crate) struct State {
     /// Bytes that were moved where new chunks could have been made instead, ever.
     pub(crate) moved_bytes: u64,
     pub(crate) sleeping: [Option<Sleeping>; 3],
+    /// Devices that may touch each heap's memory.
+    pub(crate) granted: [Grantees; 3],
     pub(crate) epoch: EpochWriter,
     pub(crate) clock: u64,
     pub(crate) last_allocation: u64,
@@ -346,6 +349,7 @@ impl State {
             spare: Vec::new(),
             moved_bytes: 0,
             sleeping: Default::default(),
+            granted: Default::default(),
             epoch: EpochWriter::new(),
             clock: 0,
             last_allocation: 0,

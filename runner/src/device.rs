@@ -1,30 +1,40 @@
-//! The device that a command works on: a host device, or one of the machine's own.
+//! The devices that a command works on: host devices, or the machine's own. Where more are asked for than the machine
+//! has, they are virtual: several over each of its own.
 
 use std::sync::{Arc, OnceLock};
 
 use evergraph_pool::driver::cuda::{self, CudaDevice, Missing};
 use evergraph_pool::driver::host::{HostConfig, HostDevice, HostMachine};
-use evergraph_pool::driver::{DeviceChoice, DeviceInfo, Driver, DriverResult, DynDriver};
+use evergraph_pool::driver::{
+    DeviceChoice, DeviceInfo, DeviceOrdinal, Driver, DriverError, DriverErrorKind, DriverResult, DynDriver,
+    VirtualMachine,
+};
 use serde_json::{Value, json};
 
 use crate::error::{Error, Result};
 
-/// A choice of device. Clones are the same device.
+/// A choice of device, or of several. Clones are the same devices.
 #[derive(Clone, Debug)]
-pub struct Device(Option<Arc<Hardware>>);
+pub struct Device {
+    /// `None`: host devices.
+    hardware: Option<Arc<Hardware>>,
+    count: u32,
+}
 
 /// A real device, opened once: each user takes the driver as it is.
 #[derive(Debug)]
 struct Hardware {
     first: DynDriver,
-    second: OnceLock<Option<DynDriver>>,
+    /// As many as were asked for, made when they are needed.
+    all: OnceLock<Vec<DynDriver>>,
+    pair: OnceLock<[DynDriver; 2]>,
 }
 
 impl Device {
     /// Host devices, made as they are needed.
     #[must_use]
     pub fn host() -> Self {
-        Self(None)
+        Self { hardware: None, count: 1 }
     }
 
     /// The CUDA device of that number.
@@ -70,62 +80,114 @@ impl Device {
     /// A device by its driver, which is used as hardware is: one for all, with nothing to set on it.
     #[must_use]
     pub fn of(driver: DynDriver) -> Self {
-        Self(Some(Arc::new(Hardware { first: driver, second: OnceLock::new() })))
+        Self::over(driver, 1)
+    }
+
+    fn over(first: DynDriver, count: u32) -> Self {
+        let hardware = Hardware { first, all: OnceLock::new(), pair: OnceLock::new() };
+        Self { hardware: Some(Arc::new(hardware)), count }
+    }
+
+    /// As many devices (1 at least), this one first: host devices of one machine, or those that the machine has. Where it
+    /// has fewer they are all virtual, spread over those that are there.
+    #[must_use]
+    pub fn with_devices(self, count: u32) -> Self {
+        let count = count.max(1);
+        match self.hardware {
+            Some(hardware) => Self::over(Arc::clone(&hardware.first), count),
+            None => Self { hardware: None, count },
+        }
+    }
+
+    /// How many devices they are.
+    #[must_use]
+    pub fn count(&self) -> u32 {
+        self.count
     }
 
     /// Whether it is a host device.
     #[must_use]
     pub fn is_host(&self) -> bool {
-        self.0.is_none()
+        self.hardware.is_none()
     }
 
     /// `host` or `cuda`.
     #[must_use]
     pub fn backend(&self) -> &'static str {
-        self.0.as_ref().map_or("host", |hardware| hardware.first.info().backend)
+        self.hardware.as_ref().map_or("host", |hardware| hardware.first.info().backend)
     }
 
     /// What it is and can do; `None` for host devices, which are not made yet.
     #[must_use]
     pub fn info(&self) -> Option<&DeviceInfo> {
-        self.0.as_ref().map(|hardware| hardware.first.info())
+        self.hardware.as_ref().map(|hardware| hardware.first.info())
     }
 
     /// How `--device` asks for it.
     #[must_use]
     pub fn words(&self) -> String {
-        match &self.0 {
+        match &self.hardware {
             Some(hardware) => format!("{}:{}", self.backend(), hardware.first.info().ordinal.0),
             None => "host".to_owned(),
         }
     }
 
-    /// Its driver: the device itself, or a host device of that configuration.
+    /// Its driver, or that of the first of several: the device itself, or a host device of that configuration.
     ///
     /// # Errors
     /// Those of the host device, for a configuration that makes no sense.
     pub fn driver(&self, host: HostConfig) -> DriverResult<DynDriver> {
-        match &self.0 {
-            Some(hardware) => Ok(Arc::clone(&hardware.first)),
-            None => Ok(HostDevice::new(host)?),
+        match &self.hardware {
+            Some(hardware) if self.count == 1 => Ok(Arc::clone(&hardware.first)),
+            None if self.count == 1 => Ok(HostDevice::new(host)?),
+            _ => Ok(self.drivers(host)?.swap_remove(0)),
         }
     }
 
-    /// Two devices that may reach each other's memory; `None` where there is only one.
+    /// The drivers of all, as many as [`count`](Self::count) says: numbered from 0 on host devices and virtual ones, by
+    /// their own numbers on others. Host devices are new ones each time.
     ///
     /// # Errors
-    /// Those of the host device.
-    pub fn pair(&self, host: HostConfig) -> DriverResult<Option<[DynDriver; 2]>> {
-        match &self.0 {
-            Some(hardware) => {
-                let second = hardware.second.get_or_init(|| neighbour(&hardware.first));
-                Ok(second.clone().map(|second| [Arc::clone(&hardware.first), second]))
-            }
-            None => match HostMachine::new(2, host)?.as_slice() {
-                [first, second] => Ok(Some([first.clone() as _, second.clone() as _])),
-                _ => Ok(None),
-            },
+    /// Those of opening a device; `InvalidValue` for more than 64.
+    pub fn drivers(&self, host: HostConfig) -> DriverResult<Vec<DynDriver>> {
+        let Some(hardware) = &self.hardware else {
+            let devices = HostMachine::new(self.count as usize, host)?;
+            return Ok(devices.into_iter().map(|device| device as _).collect());
+        };
+        if let Some(all) = hardware.all.get() {
+            return Ok(all.clone());
         }
+        let all = several(&hardware.first, self.count)?;
+        Ok(hardware.all.get_or_init(|| all).clone())
+    }
+
+    /// Two devices that may reach each other's memory: the first two of several; else another of the machine's, and
+    /// where there is none two virtual ones.
+    ///
+    /// # Errors
+    /// Those of the host device, or of opening the other one.
+    pub fn pair(&self, host: HostConfig) -> DriverResult<[DynDriver; 2]> {
+        if let Some(pair) = self.hardware.as_ref().and_then(|hardware| hardware.pair.get()) {
+            return Ok(pair.clone());
+        }
+        let mut two = match &self.hardware {
+            _ if self.count > 1 => self.drivers(host)?,
+            None => self.clone().with_devices(2).drivers(host)?,
+            Some(hardware) => match neighbour(&hardware.first) {
+                Some(second) => vec![Arc::clone(&hardware.first), second],
+                None => several(&hardware.first, 2)?,
+            },
+        };
+        two.truncate(2);
+        let [first, second]: [DynDriver; 2] = two.try_into().map_err(|_| {
+            let why = DriverErrorKind::InvalidValue("a pair needs two devices");
+            DriverError::new("open", DeviceOrdinal(0), why)
+        })?;
+        let pair = [first, second];
+        Ok(match &self.hardware {
+            Some(hardware) => hardware.pair.get_or_init(|| pair).clone(),
+            None => pair,
+        })
     }
 
     /// Unit of mapping of its memory, bytes: `host` on a host device, which takes any.
@@ -133,7 +195,8 @@ impl Device {
     /// # Errors
     /// Those of the driver.
     pub fn page_bytes(&self, host: usize) -> DriverResult<usize> {
-        match &self.0 {
+        match &self.hardware {
+            // Of the device itself: those over it have the same.
             Some(hardware) => {
                 hardware.first.bind()?;
                 hardware.first.granularity_bytes()
@@ -145,26 +208,54 @@ impl Device {
     /// What stands in JSON documents besides the back end.
     #[must_use]
     pub fn json(&self) -> Value {
-        match &self.0 {
+        let mut json = match &self.hardware {
             Some(hardware) => {
                 let info = hardware.first.info();
                 json!({ "ordinal": info.ordinal.0, "name": info.name })
             }
             None => json!({ "ordinal": 0, "name": "host device (CPU)" }),
+        };
+        if self.count > 1 {
+            json["devices"] = json!(self.count);
         }
+        json
     }
 }
 
 impl std::fmt::Display for Device {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match &self.0 {
+        match &self.hardware {
             Some(hardware) => {
                 let info = hardware.first.info();
-                write!(f, "{}:{} ({})", info.backend, info.ordinal.0, info.name)
+                write!(f, "{}:{} ({})", info.backend, info.ordinal.0, info.name)?;
             }
-            None => f.write_str("host"),
+            None => f.write_str("host")?,
+        }
+        match (self.count, &self.hardware) {
+            (1, _) => Ok(()),
+            (count, Some(_)) if count > cuda::device_count() => write!(f, ", {count} virtual devices"),
+            (count, _) => write!(f, ", {count} devices"),
         }
     }
+}
+
+/// As many devices, the given one first: those of the machine, and where they are too few virtual ones over all of them.
+fn several(first: &DynDriver, count: u32) -> DriverResult<Vec<DynDriver>> {
+    if count <= 1 {
+        return Ok(vec![Arc::clone(first)]);
+    }
+    let mut physical = vec![Arc::clone(first)];
+    if first.info().backend == "cuda" {
+        let own = first.info().ordinal.0;
+        for number in (0..cuda::device_count()).filter(|number| *number != own).take(count as usize - 1) {
+            physical.push(CudaDevice::open(number)?);
+        }
+    }
+    if physical.len() == count as usize {
+        return Ok(physical);
+    }
+    let devices = VirtualMachine::new(&physical, count as usize)?;
+    Ok(devices.into_iter().map(|device| device as _).collect())
 }
 
 /// Another device of the machine, which the first can reach.

@@ -102,6 +102,8 @@ pub struct DeviceInfo {
     pub multiprocessors: u32,
     /// Compute capability (major, minor); (0, 0) on the host device.
     pub compute_capability: (u32, u32),
+    /// The physical device that it is a part of, if it is a virtual one.
+    pub virtual_of: Option<DeviceOrdinal>,
 }
 
 impl DeviceInfo {
@@ -114,7 +116,16 @@ impl DeviceInfo {
         total_bytes: usize,
         vmm: bool,
     ) -> Self {
-        Self { ordinal, backend, name: name.into(), total_bytes, vmm, multiprocessors: 1, compute_capability: (0, 0) }
+        Self {
+            ordinal,
+            backend,
+            name: name.into(),
+            total_bytes,
+            vmm,
+            multiprocessors: 1,
+            compute_capability: (0, 0),
+            virtual_of: None,
+        }
     }
 }
 

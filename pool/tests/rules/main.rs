@@ -7,6 +7,7 @@ mod common;
 mod cost;
 mod faults;
 mod give_back;
+mod grants;
 mod growing;
 mod mutants;
 mod outside;

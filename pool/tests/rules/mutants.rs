@@ -44,6 +44,8 @@ const ROWS: &[(&str, &str, &str)] = &[
         "window-stays-open",
         "windows::a_panic_inside_the_window_leaves_stream_and_pool_usable",
     ),
+    ("new pages are granted too", "grant-forgets-new-pages", "grants::a_grant_is_kept_by_whatever_brings_pages"),
+    ("old pages are granted", "grant-skips-mapped-pages", "grants::a_grant_is_for_a_purpose"),
     ("growth is there before it is said", "extent-before-pages", "growing::a_failed_growth_changes_nothing"),
     ("stitch before give-back", "no-stitch", "stitch::a_request_that_no_free_block_fits_is_served_from_several"),
     (

@@ -25,6 +25,9 @@ pub(super) struct Flags {
     /// host, cuda or cuda:N; by default cuda if there is one, else host
     #[arg(long, value_name = "DEVICE")]
     device: Option<String>,
+    /// Number of devices (host: that many; cuda: virtual ones where there are fewer); a story that needs two has two anyway
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
+    devices: u32,
     /// Tell it with this pool only; by default with each that the scenario has something to tell about
     #[arg(long, value_enum)]
     pool: Option<PoolChoice>,
@@ -51,7 +54,7 @@ pub(super) fn run(flags: &Flags, out: &mut Output) -> Result<()> {
         let modes: Vec<String> = scenario.modes.iter().map(ToString::to_string).collect();
         return Err(Error::argument("--pool", format!("{}, which {} is about", modes.join(" or "), flags.name), asked));
     }
-    let device = choose(flags.device.as_deref())?;
+    let device = choose(flags.device.as_deref())?.with_devices(flags.devices);
     if flags.as_child {
         let telling = chosen.first().and_then(|s| Some(scenario::tell_on(s, flags.pool.map(mode)?, &device)));
         return out.document(&json!(telling));
@@ -86,7 +89,7 @@ fn tell_apart(scenario: &Scenario, mode: PoolMode, device: &Device) -> std::resu
     let program = std::env::current_exe().map_err(|error| error.to_string())?;
     let mut child = Command::new(program)
         .args(["scenario", scenario.name, "--json", "--as-child"])
-        .args(["--device", &device.words(), "--pool", &mode.to_string()])
+        .args(["--device", &device.words(), "--devices", &device.count().to_string(), "--pool", &mode.to_string()])
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())

@@ -78,6 +78,7 @@ impl VirtualMachine {
             info.ordinal = DeviceOrdinal(number as u32);
             info.name = format!("{}, virtual {number}", info.name);
             info.total_bytes /= shares.max(1);
+            info.virtual_of = Some(inner.info().ordinal);
             Arc::new(VirtualDevice { info, inner, machine: Arc::clone(&machine) })
         };
         Ok(under.into_iter().enumerate().map(device).collect())

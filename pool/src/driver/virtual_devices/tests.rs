@@ -191,7 +191,7 @@ fn more_devices_than_there_are() {
 fn odd_numbers_of_devices() {
     let one = HostDevice::new(config()).unwrap() as DynDriver;
     assert!(VirtualMachine::new(&[], 2).is_err());
-    assert!(VirtualMachine::new(&[one.clone()], 0).is_err());
-    assert!(VirtualMachine::new(&[one.clone()], 65).is_err());
+    assert!(VirtualMachine::new(std::slice::from_ref(&one), 0).is_err());
+    assert!(VirtualMachine::new(std::slice::from_ref(&one), 65).is_err());
     assert_eq!(VirtualMachine::new(&[one], 64).unwrap().len(), 64);
 }
