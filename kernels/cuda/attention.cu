@@ -242,8 +242,11 @@ template <u32 TY> static EVG_DEVICE void attend(const Inputs& in, Shared& shared
 // The grid is (parts of the tokens, key heads, parts of a key head's group); a block takes at most MAX_ROWS rows.
 EVG_KERNEL(attention, EVG_BOUNDS(THREADS))(const char* q, u64 q_stride, u64 q_head, const char* k, u64 k_stride, u64 k_head, const char* v,
     u64 v_stride, u64 v_head, u32 ty, const char* positions, const char* sinks, char* out, u64 out_stride, u64 out_head, u32 tokens, u32 heads,
-    u32 kv_heads, u32 d, u32 dv, u32 capacity, u32 window, u32 ring, float scale, float softcap) {
+    u32 kv_heads, u32 d, u32 dv, u32 capacity, u32 window, u32 ring, float scale, float softcap, char* codes, u64 codes_outer, u64 codes_inner,
+    char* scales, u64 scales_outer, u64 scales_inner) {
     evg_begin();
+    // A kernel of its own makes codes of what this one writes.
+    (void)codes, (void)codes_outer, (void)codes_inner, (void)scales, (void)scales_outer, (void)scales_inner;
     __shared__ Shared shared;
     const Inputs in = {q, k, v, positions, sinks, out, q_stride, q_head, k_stride, k_head, v_stride, v_head, out_stride, out_head, tokens, heads,
         kv_heads, d, dv, capacity, window, ring, scale, softcap};

@@ -46,11 +46,14 @@ template <u32 N> EVG_DEVICE void store_codes(const Codes& to, u32 column, const 
     sum = warp_reduce<Sum>(sum, lanes);
     if (!mine) return;
     i8* q = to.q + column;
-    if (N == 4 && reinterpret_cast<u64>(q) % 4 == 0) {
-        u32 word = 0;
+    if (N % 4 == 0 && reinterpret_cast<u64>(q) % 4 == 0) {
 #pragma unroll
-        for (u32 i = 0; i < N; i++) word |= u32(u8(codes[i])) << (8 * i);
-        *reinterpret_cast<u32*>(q) = word;
+        for (u32 i = 0; i + 4 <= N; i += 4) {
+            u32 word = 0;
+#pragma unroll
+            for (u32 j = 0; j < 4; j++) word |= u32(u8(codes[(i + j) % N])) << (8 * j);
+            reinterpret_cast<u32*>(q)[i / 4] = word;
+        }
     } else {
 #pragma unroll
         for (u32 i = 0; i < N; i++) q[i] = i8(codes[i]);

@@ -94,6 +94,8 @@ fn step(d: &Device) -> Step {
         softcap: None,
         sinks: None,
         ring: false,
+        codes: None,
+        spread: None,
     })
     .unwrap();
     plan.push(RmsNorm::add_to(h.clone(), a, norm, 1e-6)).unwrap();

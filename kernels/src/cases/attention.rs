@@ -2,7 +2,7 @@
 
 use super::{Case, Tensors};
 use crate::KernelError;
-use crate::ops::{Attention, AttentionScores, AttentionValues, SoftMax, TensorView};
+use crate::ops::{Attention, AttentionScores, AttentionValues, SoftMax, Spread, TensorView};
 use crate::quant::QuantType;
 
 #[derive(Clone, Copy)]
@@ -21,6 +21,11 @@ struct Shape {
     ring: bool,
     /// Columns between the heads of a cache row.
     gap: usize,
+    /// Whether keys are spread, and a result in codes is asked for.
+    spread: bool,
+    codes: bool,
+    /// Whether values are the first part of the keys' rows.
+    shared: bool,
 }
 
 const PLAIN: Shape = Shape {
@@ -36,6 +41,9 @@ const PLAIN: Shape = Shape {
     ty: QuantType::F16,
     ring: false,
     gap: 0,
+    spread: false,
+    codes: false,
+    shared: false,
 };
 
 impl Shape {
@@ -63,6 +71,13 @@ impl Shape {
     fn queries(&self, t: &mut Tensors<'_>) -> Result<TensorView, KernelError> {
         let values: Vec<f32> = t.random(self.tokens * self.heads * self.d).iter().map(|x| 3.0 * x).collect();
         t.strided(&[self.tokens, self.heads, self.d], &values, self.gap, 2 * self.gap)
+    }
+
+    /// Room and zeros, none where keys are not spread.
+    fn spread(&self, t: &mut Tensors<'_>) -> Result<Option<Spread>, KernelError> {
+        let Some(counters) = Attention::counters(self.tokens, self.heads, self.kv_heads) else { return Ok(None) };
+        let Some(room) = Attention::room(self.tokens, self.heads, self.kv_heads, self.dv) else { return Ok(None) };
+        Ok(Some(Spread { room: t.output(&[room])?, counters: t.ints(&[counters], &vec![0; counters])? }))
     }
 
     fn scores(self, name: &str) -> Case {
@@ -93,22 +108,74 @@ impl Shape {
         let cache = rows.min(self.capacity()) * self.kv_heads * (self.d + self.dv) * self.ty.type_bytes();
         let bytes = cache + 4 * self.tokens * self.heads * (self.d + self.dv);
         let case = Case::new("attention", name, 5e-6, move |t| {
-            let (q, k, v) = (self.queries(t)?, self.cache(t, self.d)?, self.cache(t, self.dv)?);
+            let (q, k) = (self.queries(t)?, self.cache(t, self.d)?);
+            let v = if self.shared { k.narrow(2, 0, self.dv)? } else { self.cache(t, self.dv)? };
             let sinks = if self.sinks { Some(t.noise(&[self.heads])?) } else { None };
+            let shape = [self.tokens, self.heads, self.dv];
+            let out = if self.codes { t.output(&shape)? } else { t.strided_output(&shape, self.gap, self.gap)? };
             Ok(Box::new(Attention {
                 q,
                 k,
                 v,
                 positions: self.positions(t)?,
-                out: t.strided_output(&[self.tokens, self.heads, self.dv], self.gap, self.gap)?,
+                out,
                 scale: (self.d as f32).sqrt().recip(),
                 window: self.window,
                 softcap: self.softcap,
                 sinks,
                 ring: self.ring,
+                codes: if self.codes { Some(t.whole_codes(&shape)?) } else { None },
+                spread: if self.spread { self.spread(t)? } else { None },
             }))
         });
-        case.touching(bytes)
+        case.touching(bytes).with_own_codes(self.codes)
+    }
+}
+
+/// Few tokens whose keys are spread: of one slice and of many, and shapes that are not spread after all.
+fn spread(list: &mut Vec<Case>) {
+    let local = Shape { spread: true, heads: 4, kv_heads: 2, d: 256, dv: 256, past: 11, codes: true, ..PLAIN };
+    let latent = Shape { spread: true, heads: 16, kv_heads: 1, d: 576, dv: 512, past: 11, shared: true, ..PLAIN };
+    let small = Shape { spread: true, heads: 4, kv_heads: 1, d: 64, dv: 64, ..PLAIN };
+    for (name, shape) in [
+        ("local heads", local),
+        ("global heads", Shape { heads: 16, d: 512, dv: 512, ..local }),
+        ("latent heads", latent),
+        ("latent heads, 200 keys", Shape { past: 199, ..latent }),
+        ("latent heads, more than 16", Shape { heads: 20, past: 40, ..latent }),
+        ("two slices of 80 keys, codes", Shape { heads: 2, past: 159, ..local }),
+        ("one key", Shape { past: 0, ..small }),
+        ("16 keys", Shape { past: 15, ..small }),
+        ("17 keys", Shape { past: 16, ..small }),
+        ("a whole tile", Shape { past: 127, ..small }),
+        ("a key more than a tile", Shape { past: 128, ..small }),
+        ("many slices", Shape { past: 2000, ..small }),
+        ("slices of more than a tile", Shape { past: 5000, tokens: 8, kv_heads: 2, ..small }),
+        ("some tokens around the edge of a slice", Shape { past: 126, tokens: 5, ..small }),
+        ("codes of many slices", Shape { past: 700, codes: true, d: 32, dv: 128, ..small }),
+        ("codes of few tokens", Shape { past: 60, tokens: 3, codes: true, ..small }),
+        ("a ring that has wrapped", Shape { past: 777, tokens: 4, window: Some(200), ring: true, ..small }),
+        ("a ring that is not full", Shape { past: 5, tokens: 3, window: Some(16), ring: true, ..small }),
+        ("a window", Shape { past: 600, tokens: 2, window: Some(300), gap: 8, ..small }),
+        ("softcap and sinks", Shape { past: 400, tokens: 2, softcap: Some(2.0), sinks: true, ..small }),
+        ("sinks of one slice", Shape { past: 40, sinks: true, ..small }),
+        ("more tokens than are spread", Shape { past: 40, tokens: 9, codes: true, ..small }),
+        ("an odd width", Shape { past: 40, d: 48, dv: 96, codes: true, ..small }),
+        ("F32", Shape { past: 150, codes: true, ty: QuantType::F32, ..small }),
+        ("rows that are not aligned", Shape { past: 150, gap: 1, ..small }),
+    ] {
+        list.push(shape.case(&format!("spread: {name}")));
+    }
+    let deep = |shape: Shape| Shape { past: 16383, ..shape };
+    for (name, shape) in [
+        ("local heads, 12 keys", Shape { heads: 16, kv_heads: 8, ..local }),
+        ("local heads, a window of 1024", Shape { heads: 16, kv_heads: 8, window: Some(1024), past: 16383, ..local }),
+        ("global heads, 12 keys", Shape { heads: 16, d: 512, dv: 512, ..local }),
+        ("global heads, 16384 keys", deep(Shape { heads: 16, d: 512, dv: 512, ..local })),
+        ("latent heads, 1024 keys", Shape { past: 1023, ..latent }),
+        ("latent heads, 16384 keys", deep(latent)),
+    ] {
+        list.push(shape.case(&format!("spread widely: {name}")).large());
     }
 }
 
@@ -132,7 +199,20 @@ fn shared_rows(list: &mut Vec<Case>) {
             let (q, (k, v, positions)) = (shape.queries(t)?, views(t)?);
             let out = t.strided_output(&[tokens, heads, shape.dv], 1, 2)?;
             let (window, softcap, sinks, ring) = (None, None, None, false);
-            Ok(Box::new(Attention { q, k, v, positions, out, scale: 0.07, window, softcap, sinks, ring }))
+            Ok(Box::new(Attention {
+                q,
+                k,
+                v,
+                positions,
+                out,
+                scale: 0.07,
+                window,
+                softcap,
+                sinks,
+                ring,
+                codes: None,
+                spread: None,
+            }))
         }));
         list.push(Case::new("attention_values", name(", scores in memory"), 2e-6, move |t| {
             let weights = t.random(tokens * heads * shape.capacity());
@@ -175,19 +255,46 @@ pub(super) fn cases() -> Vec<Case> {
     list.push(Shape { past: 0, tokens: 512, ..model }.case("prompt of 512").large());
     list.push(Shape { past: 4096, tokens: 512, ..model }.case("prompt of 512 after 4096").large());
     shared_rows(&mut list);
+    spread(&mut list);
     list.push(Case::new("attention", "positions in any order", 5e-6, |t| {
         let shape = Shape { past: 300, tokens: 6, heads: 4, ..PLAIN };
         let (q, k, v) = (shape.queries(t)?, shape.cache(t, shape.d)?, shape.cache(t, shape.dv)?);
         let (positions, out) = (t.ints(&[6], &[305, 0, 129, 128, 3, 260])?, t.output(&[6, 4, 64])?);
         let (window, softcap, sinks, ring) = (Some(100), None, None, false);
-        Ok(Box::new(Attention { q, k, v, positions, out, scale: 0.1, window, softcap, sinks, ring }))
+        Ok(Box::new(Attention {
+            q,
+            k,
+            v,
+            positions,
+            out,
+            scale: 0.1,
+            window,
+            softcap,
+            sinks,
+            ring,
+            codes: None,
+            spread: None,
+        }))
     }));
     list.push(Case::new("attention", "far apart scores", 5e-6, |t| {
         let shape = Shape { past: 400, heads: 4, ..PLAIN };
         let (q, k, v) = (shape.queries(t)?, shape.cache(t, shape.d)?, shape.cache(t, shape.dv)?);
         let (positions, out) = (shape.positions(t)?, t.output(&[1, 4, 64])?);
         let (window, softcap, sinks, ring) = (None, None, None, false);
-        Ok(Box::new(Attention { q, k, v, positions, out, scale: 40.0, window, softcap, sinks, ring }))
+        Ok(Box::new(Attention {
+            q,
+            k,
+            v,
+            positions,
+            out,
+            scale: 40.0,
+            window,
+            softcap,
+            sinks,
+            ring,
+            codes: None,
+            spread: None,
+        }))
     }));
     let few = [
         PLAIN,

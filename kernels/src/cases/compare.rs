@@ -2,7 +2,7 @@
 
 use super::Tensors;
 use super::tensors::Allocation;
-use crate::ops::TensorView;
+use crate::ops::{Quantize, TensorView};
 use crate::quant::QuantType;
 use crate::quant::half::{bf16_to_f32, f16_to_f32};
 
@@ -21,11 +21,21 @@ impl Worst {
 }
 
 /// Compares what was written with what should have been, and all other bytes with what they were.
-pub(super) fn compare(got: &Tensors<'_>, want: &Tensors<'_>, writes: &[&TensorView]) -> Worst {
+pub(super) fn compare(
+    got: &Tensors<'_>,
+    want: &Tensors<'_>,
+    writes: &[&TensorView],
+    leftovers: &[&TensorView],
+) -> Worst {
     let mut worst = Worst { error: 0.0, place: String::new() };
     for (number, (got, want)) in got.allocations.iter().zip(&want.allocations).enumerate() {
         let mut written = vec![false; got.before.len()];
-        for view in writes {
+        for view in leftovers {
+            if let Some(offset) = got.offset(view) {
+                written[offset..offset + view.range().len()].fill(true);
+            }
+        }
+        for view in writes.iter().filter(|view| !leftovers.iter().any(|left| left.same_place(view))) {
             if let Some(offset) = got.offset(view) {
                 elements(got, want, view, offset, &mut written, &mut worst);
             }
@@ -87,6 +97,29 @@ fn elements(
         };
         worst.note(error, || format!("{view:?} row {row} column {column}: {got} for {want}"));
     }
+}
+
+/// Whether codes and scales, contiguous, are those of the floats that the same run wrote.
+pub(super) fn codes_of_own(got: &Tensors<'_>, [x, q, scales]: [&TensorView; 3]) -> Worst {
+    let mut worst = Worst { error: 0.0, place: String::new() };
+    let bytes = |view: &TensorView| {
+        let found = got.allocations.iter().find_map(|a| Some((a, a.offset(view)?)));
+        found.map(|(a, offset)| a.after[offset..offset + view.range().len()].to_vec()).unwrap_or_default()
+    };
+    let floats = |view: &TensorView| -> Vec<f32> {
+        bytes(view).as_chunks::<4>().0.iter().map(|&word| f32::from_ne_bytes(word)).collect()
+    };
+    let (x, codes, scales) = (floats(x), bytes(q), floats(scales));
+    let groups = x.as_chunks::<{ Quantize::GROUP }>().0.iter().zip(codes.as_chunks::<{ Quantize::GROUP }>().0);
+    for (number, ((x, codes), found)) in groups.zip(scales.as_chunks::<2>().0).enumerate() {
+        let d = x.iter().fold(0.0, |most: f32, x| most.max(x.abs())) / 127.0;
+        let want = x.map(|x| if d == 0.0 { 0.0 } else { (x / d).clamp(-127.0, 127.0).round_ties_even() });
+        let sum: f32 = want.iter().sum();
+        if codes.map(|code| f32::from(code as i8)) != want || *found != [d, d * sum] {
+            worst.note(f64::INFINITY, || format!("group {number} of the codes: {codes:?} {found:?} for {want:?} {d}"));
+        }
+    }
+    worst
 }
 
 /// A float's value; none for other types.

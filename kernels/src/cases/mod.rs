@@ -110,6 +110,7 @@ pub struct Case {
     tolerance: f64,
     bytes: Option<usize>,
     large: bool,
+    own_codes: bool,
     build: Arc<Build>,
 }
 
@@ -127,7 +128,7 @@ impl Case {
         tolerance: f64,
         build: impl Fn(&mut Tensors<'_>) -> Result<Box<dyn Op>, KernelError> + Send + Sync + 'static,
     ) -> Self {
-        Self { op, name: name.into(), tolerance, bytes: None, large: false, build: Arc::new(build) }
+        Self { op, name: name.into(), tolerance, bytes: None, large: false, own_codes: false, build: Arc::new(build) }
     }
 
     /// Marks a case that takes seconds without a GPU.
@@ -141,6 +142,14 @@ impl Case {
     #[must_use]
     pub(crate) fn touching(mut self, bytes: usize) -> Self {
         self.bytes = Some(bytes);
+        self
+    }
+
+    /// Marks a case whose op writes floats, codes and scales first: codes are compared with the floats beside them, since those of
+    /// the reference may fall to another side.
+    #[must_use]
+    pub(crate) fn with_own_codes(mut self, own: bool) -> Self {
+        self.own_codes = own;
         self
     }
 
@@ -178,11 +187,21 @@ impl Case {
         under_test.driver.bind()?;
         op.launch(&under_test.kernels, under_test.stream)?;
         tensors.fetch()?;
-        let worst = compare::compare(&tensors, &wanted, &op.writes());
+        let (writes, mut beside) = (op.writes(), op.leftovers());
+        let mut own = None;
+        if self.own_codes
+            && let [x, q, scales, ..] = writes[..]
+        {
+            beside.extend([q, scales]);
+            own = Some(compare::codes_of_own(&tensors, [x, q, scales]));
+        }
+        let worst = compare::compare(&tensors, &wanted, &writes, &beside);
+        let worst = own.filter(|own| own.error > worst.error).unwrap_or(worst);
         under_test.driver.bind()?;
         let micros = under_test.time(op.as_ref())?;
         let views = op.reads().into_iter().filter(|r| !op.writes().iter().any(|w| w.same_place(r)));
-        let bytes = || views.chain(op.writes()).map(|v| v.rows() * v.ty().row_bytes(v.cols()).unwrap_or(0)).sum();
+        let writes = op.writes().into_iter().filter(|w| !op.leftovers().iter().any(|left| left.same_place(w)));
+        let bytes = || views.chain(writes).map(|v| v.rows() * v.ty().row_bytes(v.cols()).unwrap_or(0)).sum();
         let bytes = self.bytes.unwrap_or_else(bytes);
         Ok(Outcome { error: worst.error, tolerance: self.tolerance, micros, bytes, place: worst.place })
     }

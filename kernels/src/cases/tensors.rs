@@ -154,6 +154,14 @@ impl<'b> Tensors<'b> {
         Ok(Codes { q, scales })
     }
 
+    /// Codes without gaps.
+    pub(crate) fn whole_codes(&mut self, shape: &[usize]) -> Result<Codes, KernelError> {
+        let last = shape.len() - 1;
+        let groups = shape[last] / Quantize::GROUP;
+        let q = self.bytes(QuantType::I8, shape, &vec![0x55; shape.iter().product()])?;
+        Ok(Codes { q, scales: self.output(&[&shape[..last], &[groups, 2]].concat())? })
+    }
+
     /// Copies all contents back from the device.
     pub(super) fn fetch(&mut self) -> Result<(), KernelError> {
         let (driver, stream) = (self.bench.driver(), self.bench.stream());

@@ -16,6 +16,7 @@ pub(super) use self::span::{BLOCK, LANES, dots, weigh};
 use self::span::{Queries, Room};
 use super::math::exp;
 use super::parallel;
+use super::quantize::CodeRows;
 use super::simd::{Level, fma, per_level};
 use super::span::{Reader, Rows, load};
 use crate::quant::{QuantType, decode_body};
@@ -72,6 +73,7 @@ pub(super) fn attention(ctx: &KernelContext<'_>) -> Result<(), Fault> {
     let (d, dv, capacity) = (a.dim()?, a.dim()?, a.dim()?);
     let (window, ring) = (a.dim()?, a.dim()? == 1);
     let score = Score { scale: a.float()?, softcap: a.float()? };
+    let codes = CodeRows::next(&mut a, ctx, [tokens, heads], dv)?;
 
     let mut ends = Vec::with_capacity(tokens);
     for position in load::<i32>(ctx, positions, tokens)? {
@@ -153,8 +155,14 @@ pub(super) fn attention(ctx: &KernelContext<'_>) -> Result<(), Fault> {
         }
         for (g, m) in merged.chunks_exact(dv + 2).enumerate() {
             let sink = sinks.as_ref().map(|s| s[head * group + g]);
-            // SAFETY: each row of the output belongs to one task.
-            finish_row(level, m, sink, unsafe { out.row_mut(t, head * group + g) });
+            // SAFETY: each row of the output, and its codes, belong to one task.
+            unsafe {
+                let row = out.row_mut(t, head * group + g);
+                finish_row(level, m, sink, row);
+                if let Some(codes) = &codes {
+                    codes.write(level, t, head * group + g, row);
+                }
+            }
         }
         super::give_back(merged);
     };

@@ -68,7 +68,7 @@ pub(crate) static KERNELS: &[HostKernel] = &[
     kernel("argmax", &[P, S, P, D, D], sample::argmax),
     kernel(
         "attention",
-        &[P, S, S, P, S, S, P, S, S, D, P, P, P, S, S, D, D, D, D, D, D, D, D, F, F],
+        &[P, S, S, P, S, S, P, S, S, D, P, P, P, S, S, D, D, D, D, D, D, D, D, F, F, P, S, S, P, S, S],
         attention::attention,
     ),
     kernel(

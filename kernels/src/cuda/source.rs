@@ -23,7 +23,7 @@ macro_rules! headers {
 
 /// Every source: one op a file, or a part of its kernels where there are many.
 pub const SOURCES: &[Source] = sources![
-    "add" "advance" "argmax" "attention" "attention_heads" "attention_scores" "attention_values" "compress_keys"
+    "add" "advance" "argmax" "attention" "attention_heads" "attention_scores" "attention_split" "attention_values" "compress_keys"
     "compressed_attention" "copy" "expert_matmul" "expert_matvec_f32" "expert_matvec_q8" "expert_sum" "fill"
     "fp8_kv_quantize" "gather_experts" "get_rows" "glu" "hc_expand" "hc_split_sinkhorn" "hc_weighted_sum" "host_turn"
     "index_scores" "index_top" "kv_store" "latent_heads" "matmul" "matvec_f32_t1" "matvec_f32_t4" "matvec_q8_t1"
@@ -34,5 +34,5 @@ pub const SOURCES: &[Source] = sources![
 /// Every header that they may include, by the name under which they do. Nothing else can be included.
 pub(super) const HEADERS: &[(&str, &str)] = headers![
     "activations.cuh" "cache.cuh" "codes.cuh" "common.cuh" "copy_async.cuh" "elementwise.cuh" "expert_matvec.cuh" "greatest.cuh"
-    "grids.cuh" "matvec.cuh" "matvec_floats.cuh" "quant.cuh" "sight.cuh" "tiles.cuh" "yarn.cuh"
+    "grids.cuh" "matvec.cuh" "matvec_floats.cuh" "mma.cuh" "quant.cuh" "sight.cuh" "tiles.cuh" "yarn.cuh"
 ];

@@ -1,9 +1,12 @@
 //! Attention over a cache.
 
+use evergraph_pool::driver::DeviceInfo;
+
 use super::check::Check;
 use super::kv_store::CACHE_TYPES;
-use super::{Call, Op, TensorView};
+use super::{Call, Codes, Launches, Op, TensorView};
 use crate::KernelError;
+use crate::quant::QuantType;
 
 /// `out = softmax(scale * q k^T, causal) v` with grouped heads; softmax and sums in `f32`.
 ///
@@ -32,6 +35,57 @@ pub struct Attention {
     pub sinks: Option<TensorView>,
     /// Whether position `p` is in row `p mod C`; then `C >= window + T - 1`.
     pub ring: bool,
+    /// The result as 8-bit integers too, which then has no gaps, as they.
+    pub codes: Option<Codes>,
+    /// Room to spread the keys of few tokens over a device. Without it, and for shapes that are not spread, blocks go by heads
+    /// only.
+    pub spread: Option<Spread>,
+}
+
+/// Where a device puts together what its blocks make of a slice of the keys each.
+#[derive(Clone, Debug)]
+pub struct Spread {
+    /// `[n]` F32, contiguous; what is in it before and after is nobody's business. The more there is, up to
+    /// [`Attention::room`], the more slices.
+    pub room: TensorView,
+    /// `[n]` I32 zeros, contiguous; zeros again afterwards. As many as [`Attention::counters`].
+    pub counters: TensorView,
+}
+
+impl Attention {
+    /// Most tokens whose keys are spread.
+    pub const FEW: usize = 8;
+
+    /// Most blocks that the keys of a launch are spread over.
+    const BLOCKS: usize = 264;
+
+    /// Floats that [`Spread`] is to have at most for so many tokens and heads over key heads, with values of width `dv`; none
+    /// where keys are not spread.
+    #[must_use]
+    pub fn room(tokens: usize, heads: usize, kv_heads: usize, dv: usize) -> Option<usize> {
+        let slots = Self::counters(tokens, heads, kv_heads)?;
+        // Each block leaves the values of its rows, their greatest scores and their sums.
+        let rows = Self::rows(heads / kv_heads);
+        Some(slots.max(Self::BLOCKS * 8 / rows).saturating_mul(rows).saturating_mul(dv.saturating_add(2)))
+    }
+
+    /// Counters that [`Spread`] is to have; none where keys are not spread.
+    #[must_use]
+    pub fn counters(tokens: usize, heads: usize, kv_heads: usize) -> Option<usize> {
+        let group = heads.checked_div(kv_heads).filter(|_| (1..=Self::FEW).contains(&tokens))?;
+        Some(tokens * kv_heads * group.div_ceil(Self::rows(group)))
+    }
+
+    /// Whether the keys of few tokens can be spread for caches of this type and for heads of these widths.
+    #[must_use]
+    pub fn spreads(ty: QuantType, d: usize, dv: usize) -> bool {
+        ty == QuantType::F16 && d.is_multiple_of(32) && (32..=576).contains(&d) && [64, 128, 256, 512].contains(&dv)
+    }
+
+    /// Heads of a key head that a block takes at most.
+    pub(crate) fn rows(group: usize) -> usize {
+        if group <= 8 { 8 } else { 16 }
+    }
 }
 
 impl Op for Attention {
@@ -42,11 +96,18 @@ impl Op for Attention {
     fn reads(&self) -> Vec<&TensorView> {
         let mut list = vec![&self.q, &self.k, &self.v, &self.positions];
         list.extend(&self.sinks);
+        list.extend(self.spread.iter().map(|spread| &spread.counters));
         list
     }
 
     fn writes(&self) -> Vec<&TensorView> {
-        vec![&self.out]
+        let codes = self.codes.iter().flat_map(|codes| [&codes.q, &codes.scales]);
+        let spread = self.spread.iter().flat_map(|spread| [&spread.room, &spread.counters]);
+        [&self.out].into_iter().chain(codes).chain(spread).collect()
+    }
+
+    fn leftovers(&self) -> Vec<&TensorView> {
+        self.spread.iter().map(|spread| &spread.room).collect()
     }
 
     fn check(&self) -> Result<(), KernelError> {
@@ -74,6 +135,26 @@ impl Op for Attention {
         }
         let inputs = [("q", &self.q), ("k", &self.k), ("v", &self.v), ("positions", &self.positions)];
         check.apart("out", &self.out, &inputs)?;
+        let inputs: Vec<_> = inputs.into_iter().chain(self.sinks.iter().map(|sinks| ("sinks", sinks))).collect();
+        check.results(&self.out, Some(&self.out), self.codes.as_ref(), &inputs)?;
+        if let Some(Codes { q, scales }) = &self.codes {
+            for (role, view) in [("out", &self.out), ("codes", q), ("scales", scales)] {
+                check.contiguous(role, view)?;
+            }
+        }
+        if let Some(Spread { room, counters }) = &self.spread {
+            check.rank("room", room, &["n"])?;
+            check.f32("room", room)?;
+            check.contiguous("room", room)?;
+            check.rank("counters", counters, &["n"])?;
+            check.i32("counters", counters)?;
+            check.contiguous("counters", counters)?;
+            check.apart("room", room, &[("counters", counters)])?;
+            let codes = self.codes.iter().flat_map(|codes| [("codes", &codes.q), ("scales", &codes.scales)]);
+            let others: Vec<_> = inputs.into_iter().chain([("out", &self.out)]).chain(codes).collect();
+            check.apart("room", room, &others)?;
+            check.apart("counters", counters, &others)?;
+        }
         check.parameter(self.scale.is_finite(), "scale", self.scale, "finite")?;
         check.parameter(self.window != Some(0), "window", self.window, "at least 1")?;
         check.parameter(self.softcap.is_none_or(|c| c.is_finite() && c > 0.0), "softcap", self.softcap, "positive")?;
@@ -116,5 +197,10 @@ impl Op for Attention {
             .dim(usize::from(self.ring))
             .float(self.scale)
             .float(self.softcap.unwrap_or(0.0))
+            .codes(self.codes.as_ref())
+    }
+
+    fn launches(&self, device: &DeviceInfo) -> Launches {
+        if device.backend == "cuda" { crate::cuda::launch::attention(self, device) } else { super::single(self) }
     }
 }

@@ -57,7 +57,7 @@ use smallvec::{SmallVec, smallvec};
 
 pub use advance::Advance;
 pub use argmax::ArgMax;
-pub use attention::Attention;
+pub use attention::{Attention, Spread};
 pub use attention_heads::{AttentionHeads, NewKeys};
 pub use attention_scores::AttentionScores;
 pub use attention_values::AttentionValues;
@@ -107,6 +107,11 @@ pub trait Op: Debug + Send + Sync {
 
     /// The views that it writes.
     fn writes(&self) -> Vec<&TensorView>;
+
+    /// Of those, the ones in which nothing of use is left.
+    fn leftovers(&self) -> Vec<&TensorView> {
+        Vec::new()
+    }
 
     /// Whether shapes, types, layouts and scalars fit.
     ///

@@ -358,6 +358,8 @@ fn attention_refuses_what_does_not_fit() {
         softcap: None,
         sinks: None,
         ring: true,
+        codes: None,
+        spread: None,
     };
     good().check().unwrap();
     let bad = |op: Attention| assert!(op.check().is_err(), "{op:?}");
@@ -371,6 +373,27 @@ fn attention_refuses_what_does_not_fit() {
     bad(Attention { positions: i32s("p", &[1]), ..good() });
     bad(Attention { sinks: Some(f32s("s", &[2])), ..good() });
     bad(Attention { out: good().q.narrow(2, 0, 6).unwrap(), ..good() });
+    let spread = || Spread { room: f32s("room", &[64]), counters: i32s("count", &[8]) };
+    let op = Attention { spread: Some(spread()), ..good() };
+    op.check().unwrap();
+    let names = |views: Vec<&TensorView>| views.iter().map(|view| view.root().name.clone()).collect::<Vec<_>>();
+    assert_eq!(
+        (names(op.writes()), names(op.leftovers())),
+        (vec!["o".into(), "room".into(), "count".into()], vec!["room".into()])
+    );
+    bad(Attention { spread: Some(Spread { room: i32s("room", &[64]), ..spread() }), ..good() });
+    bad(Attention { spread: Some(Spread { counters: f32s("count", &[8]), ..spread() }), ..good() });
+    bad(Attention { spread: Some(Spread { counters: i32s("p", &[2]), ..spread() }), ..good() });
+    bad(Attention {
+        spread: Some(Spread { room: f32s("room", &[8, 8]).narrow(1, 0, 4).unwrap(), ..spread() }),
+        ..good()
+    });
+    let codes = || Codes { q: tensor("codes", QuantType::I8, &[2, 4, 6]), scales: f32s("scales", &[2, 4, 1, 2]) };
+    bad(Attention { codes: Some(codes()), ..good() });
+    let wide = |out| Attention { v: f32s("v", &[16, 2, 32]), out, ..good() };
+    let codes = Codes { q: tensor("codes", QuantType::I8, &[2, 4, 32]), ..codes() };
+    Attention { codes: Some(codes.clone()), ..wide(f32s("o", &[2, 4, 32])) }.check().unwrap();
+    bad(Attention { codes: Some(codes), ..wide(f32s("o", &[2, 4, 40]).narrow(2, 0, 32).unwrap()) });
     Attention { window: None, ring: false, ..good() }.check().unwrap();
 }
 

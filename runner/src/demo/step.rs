@@ -184,6 +184,8 @@ fn attention(
             softcap: None,
             sinks: None,
             ring: false,
+            codes: None,
+            spread: None,
         })?;
         bench.launch(&plan)?;
     } else {

@@ -301,7 +301,10 @@ impl Session {
             return Err(Error::CheckFailed(lost));
         }
         let build = |step: &mut super::Step<'_>| {
-            step.count_in(&self.io.counters.view);
+            // Blocks of the host's kernels have no need to.
+            if self.runtime.target().backend != "host" {
+                step.count_in(&self.io.counters.view);
+            }
             build(step)
         };
         let ran = self.runtime.step_beside(key, &uses, self.cache.touches(), self.side.as_ref(), build);

@@ -1,7 +1,7 @@
 //! Attention: projections, norms of heads, rotation, the cache.
 
 use evergraph_kernels::ops::{
-    Attention, AttentionHeads, AttentionScores, AttentionValues, NewKeys, SoftMax, TensorView,
+    Attention, AttentionHeads, AttentionScores, AttentionValues, Codes, NewKeys, Quantize, SoftMax, Spread, TensorView,
 };
 
 use super::block::{Shared, fitted};
@@ -197,12 +197,24 @@ impl AttentionPart {
             factors: factors.clone(),
         })?;
         let a = fitted(&shared.a, tokens, self.heads * self.value_dim)?;
-        self.attend(step, shared, q, cache, a.heads(self.heads)?)?;
-        let room = shared.place(0).room.as_ref();
-        Input::new(step, room, &a, [&self.output])?.times(step, &self.output, &shared.y)
+        let input = Input::unwritten(shared.place(0).room.as_ref(), &a, [&self.output], true)?;
+        // Groups of columns that have a scale are those of a head.
+        let groups = self.value_dim / Quantize::GROUP;
+        let codes = match input.codes().filter(|_| self.value_dim.is_multiple_of(Quantize::GROUP)) {
+            Some(Codes { q, scales }) => {
+                let scales = scales.reshape(&[tokens, self.heads, groups, 2])?;
+                Some(Codes { q: q.heads(self.heads)?, scales })
+            }
+            None => None,
+        };
+        if !self.attend(step, shared, q, cache, a.heads(self.heads)?, codes)? {
+            input.fill(step, &a)?;
+        }
+        input.times(step, &self.output, &shared.y)
     }
 
-    /// Attention of the queries `[T, heads, key_dim]` over the cache, in one kernel or with its scores in memory.
+    /// Attention of the queries `[T, heads, key_dim]` over the cache, in one kernel or with its scores in memory. Whether the
+    /// codes were written too.
     pub(super) fn attend(
         &self,
         step: &mut Step<'_>,
@@ -210,12 +222,15 @@ impl AttentionPart {
         q: TensorView,
         cache: &LayerCache,
         out: TensorView,
-    ) -> Result<()> {
+        codes: Option<Codes>,
+    ) -> Result<bool> {
         let (positions, scale, window, ring) = (shared.positions.clone(), self.scale, self.window, cache.ring);
         let (k, v, softcap) = (cache.k.clone(), cache.v.clone(), None);
         let whole = !cache.ring && cache.on_host.is_empty();
         let Some(scores) = shared.scores.as_ref().filter(|scores| scores.all || whole) else {
-            return step.push(Attention { q, k, v, positions, out, scale, window, softcap, sinks: None, ring });
+            let (made, spread) = (codes.is_some(), shared.spread.clone());
+            step.push(Attention { q, k, v, positions, out, scale, window, softcap, sinks: None, ring, codes, spread })?;
+            return Ok(made);
         };
         let rows = cache.scored(scores.reach);
         let (k, v) = (k.narrow(0, 0, rows)?, v.narrow(0, 0, rows)?);
@@ -230,6 +245,26 @@ impl AttentionPart {
             step.push(SoftMax { x: p.clone(), out: p.clone() })?;
             step.push(AttentionValues { p, v, positions: places, out, window, ring })?;
         }
-        Ok(())
+        Ok(false)
     }
+}
+
+/// What the attention of few tokens in any of these blocks takes to spread keys over a device; none where it does not.
+pub(super) fn spread<'a>(
+    step: &mut Step<'_>,
+    tokens: usize,
+    cache: &KvCache,
+    blocks: impl Iterator<Item = (usize, &'a AttentionPart)>,
+) -> Result<Option<Spread>> {
+    let (mut most, mut counters) = (0, 0);
+    for (index, part) in blocks {
+        let (heads, kv_heads, dv) = (part.heads, part.kv_heads, part.value_dim);
+        let spreads = cache.layers().get(index).is_some_and(LayerCache::spreads);
+        if let Some(count) = Attention::counters(tokens, heads, kv_heads).filter(|_| spreads) {
+            counters = counters.max(count);
+            most = most.max(Attention::room(tokens, heads, kv_heads, dv).unwrap_or(0));
+        }
+    }
+    let Some(counters) = step.counters(counters)? else { return Ok(None) };
+    Ok(Some(Spread { room: step.floats("attention of slices", &[most])?, counters }))
 }

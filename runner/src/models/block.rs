@@ -1,6 +1,6 @@
 //! A block: attention, feed-forward parts, norms, as ops on a step. Models put it together from their files.
 
-use evergraph_kernels::ops::{Part, ResidualNorm, RmsNorm, TensorView};
+use evergraph_kernels::ops::{Part, ResidualNorm, RmsNorm, Spread, TensorView};
 
 use super::attention::{AttentionPart, KeyValue, Scores};
 use super::experts::RouterScratch;
@@ -63,6 +63,8 @@ pub(super) struct Shared {
     others: Vec<Place>,
     /// For attention's scores, where they are written out.
     pub(super) scores: Option<Scores>,
+    /// For attention of few tokens, whose keys a device spreads over its blocks.
+    pub(super) spread: Option<Spread>,
     /// The tokens' numbers (`[T]`), where experts go by them.
     pub(super) tokens: Option<TensorView>,
     /// Where experts of the host come to, if they come.
@@ -177,6 +179,7 @@ impl Shared {
             first,
             others,
             scores: None,
+            spread: None,
             tokens: None,
             streamed,
             fetched,

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use evergraph_kernels::ops::{Copy, RmsNorm, Softcap, TensorView};
 use evergraph_pool::{Tracked, Use};
 
-use super::attention::{AttentionPart, Scores};
+use super::attention::{AttentionPart, Scores, spread};
 use super::block::{Block, Shared};
 use super::experts::Experts;
 use super::input::{Input, Room, get_rows};
@@ -128,7 +128,9 @@ impl Decoder {
         };
         let ours: Vec<&Block> = self.blocks.iter().filter(|block| block.home == Home::Device).collect();
         let mut shared = Shared::new(step, &ours, positions, self.width, self.eps)?;
-        shared.scores = Scores::new(step, tokens, cache, self.attentions(0..self.blocks.len(), Home::Device))?;
+        let attentions = || self.attentions(0..self.blocks.len(), Home::Device);
+        shared.scores = Scores::new(step, tokens, cache, attentions())?;
+        shared.spread = spread(step, tokens, cache, attentions())?;
         // A block writes the norm that comes after it, the next block's or the last one, unless that is elsewhere.
         let mut ready: Option<Wanted> = None;
         let mut index = 0;

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use evergraph_kernels::host::{HostBlock, HostPart};
-use evergraph_kernels::ops::{Copy, Plan, TensorView};
+use evergraph_kernels::ops::{Attention, Copy, Plan, TensorView};
 use evergraph_kernels::quant::QuantType;
 use evergraph_pool::{DeviceSlice, GrowableSlice, Purpose, Stream, Touch, Tracked, Use};
 
@@ -102,7 +102,8 @@ impl Growing {
 /// Where attention's scores are written out, their length goes by steps of so many tokens.
 const LENGTHS: usize = 256;
 
-/// Tokens from which on a text is long for one token's attention in one kernel: that has a block for some heads of each key head.
+/// Tokens from which on a text is long for one token's attention in one kernel, where that does not spread keys: it has a block
+/// for some heads of each key head.
 const LONG: usize = 1024;
 
 /// The same where all heads share a key head.
@@ -112,6 +113,11 @@ impl LayerCache {
     /// Rows that scores are written out for in a step that reaches so many tokens.
     pub(super) fn scored(&self, tokens: usize) -> usize {
         if self.ring { self.k.dim(0) } else { self.k.dim(0).min(tokens) }
+    }
+
+    /// Whether the keys of few tokens are spread over a device.
+    pub(super) fn spreads(&self) -> bool {
+        self.k.ty() == self.v.ty() && Attention::spreads(self.k.ty(), self.k.dim(2), self.v.dim(2))
     }
 
     /// The keys of an index; none where a token sees all compressed keys.
@@ -285,7 +291,12 @@ impl KvCache {
         let touches = growing.iter().map(|growing| growing.slice.touch(0)).collect();
         let (reached, scores_written, queries, end) = (0, false, batch, 0);
         let on_gpu = runtime.target().backend != "host";
-        let long = if blocks.iter().any(|block| block.attention.latent().is_some()) { LONG_OF_ONE } else { LONG };
+        let of_one = blocks.iter().any(|block| block.attention.latent().is_some());
+        let long = match () {
+            () if layers.iter().all(LayerCache::spreads) => usize::MAX,
+            () if of_one => LONG_OF_ONE,
+            () => LONG,
+        };
         Ok(Self {
             long,
             layers,

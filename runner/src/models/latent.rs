@@ -122,7 +122,7 @@ impl Latent {
             magnitude: self.magnitude,
         })?;
         let a = fitted(&shared.a, tokens, heads * rank)?.heads(heads)?;
-        part.attend(step, shared, absorbed, cache, a.clone())?;
+        part.attend(step, shared, absorbed, cache, a.clone(), None)?;
         let values = fitted(&scratch.values, tokens, part.output.cols())?;
         times_heads(step, &a, &self.v_b, &values.heads(heads)?)?;
         Input::new(step, room, &values, [&part.output])?.times(step, &part.output, &shared.y)

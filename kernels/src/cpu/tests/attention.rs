@@ -73,6 +73,8 @@ impl Case {
             softcap: self.softcap,
             sinks: sinks.as_ref().map(|s| memory.floats(&[self.heads], s)),
             ring: self.ring,
+            codes: None,
+            spread: None,
         };
         same_on_any_threads(|| {
             memory.run(&op).unwrap();
@@ -199,6 +201,8 @@ fn a_batch_gives_the_bits_of_single_queries() {
             softcap: None,
             sinks: None,
             ring: false,
+            codes: None,
+            spread: None,
         };
         memory.run(&op).unwrap();
         assert_eq!(bits(&read(&out)), bits(&many[t * row..(t + 1) * row]), "query {t}");
@@ -226,6 +230,8 @@ fn positions_outside_the_cache_are_faults() {
             softcap: None,
             sinks: None,
             ring: false,
+            codes: None,
+            spread: None,
         };
         assert!(memory.run(&attention).unwrap_err().owner.contains("position outside"), "{position}");
     }
@@ -245,7 +251,20 @@ fn only_the_rows_in_use_need_be_mapped() {
         let out = memory.output(&[1, 1, 4]);
         let (q, k, v) = (src.clone(), cache.clone(), cache.clone());
         let (scale, window, softcap, sinks, ring) = (1.0, None, None, None, false);
-        let op = Attention { q, k, v, positions, out: out.clone(), scale, window, softcap, sinks, ring };
+        let op = Attention {
+            q,
+            k,
+            v,
+            positions,
+            out: out.clone(),
+            scale,
+            window,
+            softcap,
+            sinks,
+            ring,
+            codes: None,
+            spread: None,
+        };
         memory.run(&op).map(|()| read(&out))
     };
     for p in 0..4 {

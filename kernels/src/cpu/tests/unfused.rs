@@ -40,6 +40,8 @@ fn both_ways(way: &Way, positions: &[i32]) -> (Vec<f32>, Vec<f32>) {
         softcap,
         sinks: None,
         ring,
+        codes: None,
+        spread: None,
     };
     memory.run(&attention).unwrap();
     let (positions, out) = (positions, unfused.clone());

@@ -1,10 +1,11 @@
-//! Attention with its scores in memory: kernels for few queries, which spread over keys and columns, and for many.
+//! Attention in one kernel, by heads or spread over keys; with its scores in memory: kernels for few queries, which spread over
+//! keys and columns, and for many.
 
-use evergraph_pool::driver::LaunchConfig;
+use evergraph_pool::driver::{DeviceInfo, LaunchConfig};
 use smallvec::smallvec;
 
 use super::matvec::to_u32;
-use crate::ops::{AttentionScores, AttentionValues, Launch, Launches, Op, TensorView};
+use crate::ops::{Attention, AttentionScores, AttentionValues, Launch, Launches, Op, Quantize, Spread, TensorView};
 
 /// Most queries of a key head that the kernels for few take: those of a token or two.
 const FEW: usize = 16;
@@ -18,6 +19,76 @@ const COLUMNS: usize = 16;
 /// Sides of a tile of the kernels for many, and threads of its block.
 const TILE: usize = 64;
 const TILE_THREADS: u32 = 128;
+
+/// Keys of a slice at least, where there are several; twice as many are still one.
+const LEAST: usize = 64;
+
+/// Bytes of shared memory that a block has without asking for more, but for what kernels of attention have besides.
+const SHARED_BYTES: usize = 48 * 1024 - 512;
+
+/// `attention`.
+pub(crate) fn attention(op: &Attention, device: &DeviceInfo) -> Launches {
+    if let Some(spread) = op.spread.as_ref().and_then(|spread| spread_keys(op, spread, device)) {
+        return smallvec![spread];
+    }
+    let call = op.call();
+    let mut launches: Launches = smallvec![Launch { kernel: op.name(), config: call.config, args: call.args }];
+    if let Some(codes) = &op.codes {
+        // The op checked that none of these has gaps.
+        let (tokens, width) = (op.out.dim(0), op.out.dim(1) * op.out.dim(2));
+        let rows = |view: &TensorView, shape: &[usize]| view.reshape(shape).ok();
+        let x = rows(&op.out, &[tokens, width]);
+        let q = rows(&codes.q, &[tokens, width]);
+        let scales = rows(&codes.scales, &[tokens, width / Quantize::GROUP, 2]);
+        if let (Some(x), Some(q), Some(scales)) = (x, q, scales) {
+            launches.extend(Quantize { x, q, scales }.launches(device));
+        }
+    }
+    launches
+}
+
+/// The kernel that spreads keys, where it takes these shapes.
+fn spread_keys(op: &Attention, spread: &Spread, device: &DeviceInfo) -> Option<Launch> {
+    let (tokens, heads, d) = (op.q.dim(0), op.q.dim(1), op.q.dim(2));
+    let (capacity, kv_heads, dv) = (op.k.dim(0), op.k.dim(1), op.v.dim(2));
+    let group = heads / kv_heads;
+    let slots = Attention::counters(tokens, heads, kv_heads).filter(|&slots| slots <= spread.counters.dim(0))?;
+    let wide = |view: &TensorView| {
+        let strides = view.strides();
+        [view.ptr().0 as usize, strides[0], strides[1]].iter().all(|bytes| bytes.is_multiple_of(16))
+    };
+    let views = [&op.q, &op.k, &op.v, &op.out];
+    if !Attention::spreads(op.k.ty(), d, dv) || !views.into_iter().all(wide) || !spread.room.ptr().0.is_multiple_of(16)
+    {
+        return None;
+    }
+    let rows = Attention::rows(group);
+    // As many slices as make a block or two for each multiprocessor, as there is room for, and as the longest text has.
+    let blocks = device.multiprocessors.max(1) as usize * 16 / rows;
+    let fits = spread.room.dim(0) / (slots * rows * (dv + 2));
+    let most = capacity.div_ceil(LEAST).min(fits).min(4096 / rows);
+    let slices = (blocks / slots).clamp(1, most.max(1));
+    if fits == 0 {
+        return None;
+    }
+    // Queries, scores of a tile; then parts of values; then what slices are weighted with.
+    let queries = 2 * rows * d * 2;
+    let parts = (8 / (dv / 64) - 1) * rows * dv * 4;
+    let shared = (queries + rows * 160 * 4).max(parts).max(rows * slices.next_multiple_of(4) * 4 + 4096);
+    if shared > SHARED_BYTES {
+        return None;
+    }
+    let mut config = LaunchConfig::linear(to_u32(slices), 256);
+    config.grid = [to_u32(slices), to_u32(tokens), to_u32(slots / tokens)];
+    config.shared_bytes = to_u32(shared);
+    let mut args = op.call().args;
+    args.ptr(spread.room.ptr()).ptr(spread.counters.ptr());
+    // Blocks that wait for each other are to have a place at the same time, with some to spare.
+    let helpers = if device.multiprocessors < 16 { 1 } else { device.multiprocessors / 2 };
+    args.u32(to_u32(slices)).u32(to_u32(LEAST)).u32(helpers);
+    let kernel = if rows == 8 { "attention_split_8" } else { "attention_split_16" };
+    Some(Launch { kernel, config, args })
+}
 
 /// `attention_scores`. All depends on shapes and capacities, nothing on how long a text is.
 pub(crate) fn attention_scores(op: &AttentionScores) -> Launches {
