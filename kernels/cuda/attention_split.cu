@@ -144,23 +144,31 @@ template <u32 SETS> struct Block {
         }
     };
 
-    EVG_DEVICE void score(u32 from, u32 count, const Sharing& sharing) const {
-        const u32 group = warp % sharing.groups, part = warp / sharing.groups, chunks = in.d / CHUNK;
-        if (16 * group >= count) return;
-        const u32 i = 16 * group + g;
-        const bool there[2] = {i < count, i + 8 < count};
-        const char* rows_of[2] = {key(from + (there[0] ? i : 0)) + 16 * t, key(from + (there[1] ? i + 8 : 0)) + 16 * t};
-        float dots[SETS][2][4] = {};
-#pragma unroll 1
-        for (u32 first = part; first < chunks; first += 4 * sharing.parts) {
-            uint4 x[4][2];
+    // What a lane takes of the warp's 16 keys at a time: four chunks of two keys.
+    struct Keys {
+        uint4 x[4][2];
+    };
+    EVG_DEVICE void load(u32 from, u32 count, const Sharing& sharing, u32 first, Keys& keys) const {
+        const u32 i = 16 * (warp % sharing.groups) + g, chunks = in.d / CHUNK;
+#pragma unroll
+        for (u32 n = 0; n < 2; n++) {
+            const bool there = i + 8 * n < count;
+            const char* row = key(from + (there ? i + 8 * n : 0)) + 16 * t;
 #pragma unroll
             for (u32 u = 0; u < 4; u++) {
                 const u32 c = first + u * sharing.parts;
-#pragma unroll
-                for (u32 n = 0; n < 2; n++)
-                    x[u][n] = there[n] && c < chunks ? *reinterpret_cast<const uint4*>(rows_of[n] + 2 * CHUNK * c) : make_uint4(0, 0, 0, 0);
+                keys.x[u][n] = there && c < chunks ? *reinterpret_cast<const uint4*>(row + 2 * CHUNK * c) : make_uint4(0, 0, 0, 0);
             }
+        }
+    }
+
+    // `keys` are the warp's first.
+    EVG_DEVICE void score(u32 from, u32 count, const Sharing& sharing, Keys& keys) const {
+        const u32 group = warp % sharing.groups, part = warp / sharing.groups, chunks = in.d / CHUNK;
+        if (16 * group >= count) return;
+        float dots[SETS][2][4] = {};
+#pragma unroll 1
+        for (u32 first = part; first < chunks; first += 4 * sharing.parts) {
 #pragma unroll
             for (u32 u = 0; u < 4; u++) {
                 const u32 c = first + u * sharing.parts;
@@ -171,11 +179,12 @@ template <u32 SETS> struct Block {
                     const uint4 upper = of[0], lower = of[32];
 #pragma unroll
                     for (u32 n = 0; n < 2; n++) {
-                        multiply_halves(dots[s][n], upper.x, lower.x, upper.y, lower.y, x[u][n].x, x[u][n].y);
-                        multiply_halves(dots[s][n], upper.z, lower.z, upper.w, lower.w, x[u][n].z, x[u][n].w);
+                        multiply_halves(dots[s][n], upper.x, lower.x, upper.y, lower.y, keys.x[u][n].x, keys.x[u][n].y);
+                        multiply_halves(dots[s][n], upper.z, lower.z, upper.w, lower.w, keys.x[u][n].z, keys.x[u][n].w);
                     }
                 }
             }
+            if (first + 4 * sharing.parts < chunks) load(from, count, sharing, first + 4 * sharing.parts, keys);
         }
 #pragma unroll
         for (u32 s = 0; s < SETS; s++) {
@@ -299,6 +308,9 @@ template <u32 SETS> struct Block {
         const u32 spread = in.dv / COLUMNS, parts = WARPS / spread, part = warp / spread, column = warp % spread * COLUMNS + 8 * g;
         float sum[SETS][8][4] = {};
         uint4 x[4];
+        Keys keys;
+        const Sharing own_first(min_u32(TILE, slice.count));
+        load(0, min_u32(TILE, slice.count), own_first, warp / own_first.groups, keys);
         prefetch(0, min_u32(TILE, slice.count));
         stage(query);
         __syncthreads();
@@ -309,7 +321,8 @@ template <u32 SETS> struct Block {
             const Sharing sharing(count);
             // What is known early is loaded early where there are registers for it.
             if (SETS > 1) load(from, count, part, column, x);
-            score(from, count, sharing);
+            if (from > 0) load(from, count, sharing, warp / sharing.groups, keys);
+            score(from, count, sharing, keys);
             if (SETS == 1) load(from, count, part, column, x);
             __syncthreads();
             weigh(count, sharing, from == 0);

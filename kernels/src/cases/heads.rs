@@ -163,6 +163,18 @@ pub(super) fn cases() -> Vec<Case> {
     }
     let wide = Shape { heads: 3, kv_heads: 3, d: 512, dv: 256, dims: 512, ..PLAIN };
     list.push(case("wide heads, factors", wide, |op, factors| op.factors = factors));
+    for ty in [QuantType::F32, QuantType::F16, QuantType::BF16] {
+        for d in [256, 512] {
+            let whole = Shape { d, dv: d, dims: d, tokens: 3, ty, ..PLAIN };
+            list.push(case(format!("{ty}, heads of {d}, turned whole"), whole, |_, _| {}));
+        }
+    }
+    let ring = Shape { d: 256, dv: 256, dims: 256, ring: true, ty: QuantType::F16, tokens: 70, gap: 8, ..PLAIN };
+    list.push(case("heads of 256 in a ring, factors", ring, |op, factors| op.factors = factors));
+    list.push(case("heads of 512, queries only", Shape { d: 512, dims: 512, ..PLAIN }, |op, _| op.new = None));
+    list.push(case("heads of 256, values as they are", Shape { d: 256, dv: 256, dims: 256, ..PLAIN }, |op, _| {
+        op.new.iter_mut().for_each(|new| new.norm_values = false);
+    }));
     list.push(case("more tokens than blocks", Shape { tokens: 150, d: 32, dims: 32, ..PLAIN }, |_, _| {}));
     list.push(case("widest, in turns", Shape { d: 4096, dv: 7, dims: 512, tokens: 2, ..PLAIN }, |_, _| {}));
     list.push(case("nothing rotated", Shape { dims: 0, ..PLAIN }, |_, _| {}));

@@ -1,8 +1,10 @@
 //! Heads made ready for attention.
 
+use evergraph_pool::driver::DeviceInfo;
+
 use super::check::Check;
 use super::kv_store::CACHE_TYPES;
-use super::{Call, Op, TensorView};
+use super::{Call, Launches, Op, TensorView};
 use crate::KernelError;
 
 /// Queries normed and rotated in place; keys normed, rotated and stored; values stored, normed or not.
@@ -157,5 +159,9 @@ impl Op for AttentionHeads {
             .float(self.eps)
             .float(self.base)
             .float(self.scale)
+    }
+
+    fn launches(&self, device: &DeviceInfo) -> Launches {
+        if device.backend == "cuda" { crate::cuda::launch::attention_heads(self) } else { super::single(self) }
     }
 }

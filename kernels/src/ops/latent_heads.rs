@@ -36,8 +36,8 @@ pub struct LatentHeads {
     pub magnitude: f32,
 }
 
-/// Heads of a block of queries.
-const HEADS: usize = 8;
+/// Warps of a block.
+const WARPS: usize = 4;
 
 impl LatentHeads {
     /// Most elements that are rotated, or normed.
@@ -94,9 +94,10 @@ impl Op for LatentHeads {
     fn call(&self) -> Call {
         let (tokens, heads, turned) = (self.q.dim(0), self.q.dim(1), self.q.dim(2));
         let yarn = self.yarn.unwrap_or(Yarn::NONE);
-        // The first block of a token has its row, the others some heads each; blocks take tokens in turns, since what they know
-        // of the rotation serves all of them.
-        let mut call = Call::new(1 + heads.div_ceil(HEADS)).shared_floats(turned / 2 * 3);
+        // A warp for the norm of the row, and one for 32 pairs of each head and of the row; blocks take tokens in turns, since
+        // what they know of the rotation serves all of them.
+        let warps = 1 + (heads + 1).saturating_mul((turned / 2).div_ceil(32));
+        let mut call = Call::new(warps.div_ceil(WARPS)).threads(32 * WARPS, 1);
         call.config.grid[1] = u32::try_from(tokens).unwrap_or(u32::MAX).clamp(1, 256);
         call.view(&self.q)
             .stride(&self.q, 0)

@@ -5,7 +5,9 @@ use evergraph_pool::driver::{DeviceInfo, LaunchConfig};
 use smallvec::smallvec;
 
 use super::matvec::to_u32;
-use crate::ops::{Attention, AttentionScores, AttentionValues, Launch, Launches, Op, Quantize, Spread, TensorView};
+use crate::ops::{
+    Attention, AttentionHeads, AttentionScores, AttentionValues, Launch, Launches, Op, Quantize, Spread, TensorView,
+};
 
 /// Most queries of a key head that the kernels for few take: those of a token or two.
 const FEW: usize = 16;
@@ -88,6 +90,31 @@ fn spread_keys(op: &Attention, spread: &Spread, device: &DeviceInfo) -> Option<L
     args.u32(to_u32(slices)).u32(to_u32(LEAST)).u32(helpers);
     let kernel = if rows == 8 { "attention_split_8" } else { "attention_split_16" };
     Some(Launch { kernel, config, args })
+}
+
+/// `attention_heads`: a warp for each head where that has it in registers, else a block.
+pub(crate) fn attention_heads(op: &AttentionHeads) -> Launches {
+    let call = op.call();
+    let mut launch = Launch { kernel: op.name(), config: call.config, args: call.args };
+    let d = op.q.dim(2);
+    let new = || op.new.iter();
+    let kernel = match d {
+        256 => "attention_heads_256",
+        512 => "attention_heads_512",
+        _ => op.name(),
+    };
+    let views = [&op.q].into_iter().chain(new().flat_map(|new| [&new.k, &new.v, &new.k_cache, &new.v_cache]));
+    let norms = [&op.q_norm].into_iter().chain(new().map(|new| &new.k_norm));
+    let aligned = |view: &TensorView| {
+        let outer = &view.strides()[..view.rank() - 1];
+        view.ptr().0.is_multiple_of(16) && outer.iter().all(|bytes| bytes.is_multiple_of(16))
+    };
+    if kernel != op.name() && op.dims == d && new().all(|new| new.v.dim(2) == d) && views.chain(norms).all(aligned) {
+        launch.kernel = kernel;
+        launch.config.block = [32, 1, 1];
+        launch.config.shared_bytes = 0;
+    }
+    smallvec![launch]
 }
 
 /// `attention_scores`. All depends on shapes and capacities, nothing on how long a text is.

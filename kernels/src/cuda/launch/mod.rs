@@ -10,6 +10,6 @@ mod product;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use attention::{attention, attention_scores, attention_values};
+pub(crate) use attention::{attention, attention_heads, attention_scores, attention_values};
 pub(crate) use library::library_product;
 pub(crate) use product::{expert_matmul, head_matmul, matmul, quantize};
