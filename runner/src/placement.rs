@@ -78,11 +78,17 @@ impl Names {
 
 /// The block that a tensor of experts belongs to.
 pub(crate) fn expert_block(name: &str) -> Option<usize> {
-    let (block, part) = name.strip_prefix("blk.")?.split_once('.')?;
+    let (block, part) = in_block(name)?;
     let part = part.strip_suffix(".weight").unwrap_or(part);
     let experts = ["ffn_up", "ffn_down", "ffn_gate", "ffn_gate_up"];
     let stem = part.strip_suffix("_exps").or_else(|| part.strip_suffix("_chexps"))?;
-    if experts.contains(&stem) { block.parse().ok() } else { None }
+    experts.contains(&stem).then_some(block)
+}
+
+/// The block that a tensor is in, and its name there.
+pub(crate) fn in_block(name: &str) -> Option<(usize, &str)> {
+    let (block, part) = name.strip_prefix("blk.")?.split_once('.')?;
+    Some((block.parse().ok()?, part))
 }
 
 impl FromStr for Rule {

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use evergraph_runner::Error;
 use evergraph_runner::device::Device;
 use evergraph_runner::engine::{ActType, KvType, PoolConfig, PoolMode, Runtime, RuntimeConfig, Session, SessionConfig};
-use evergraph_runner::gguf::{Bytes, Gguf, MetaValue, Value, Writer};
+use evergraph_runner::gguf::{Bytes, Gguf, MetaValue, QuantType, Value, Writer};
 use evergraph_runner::models;
 use evergraph_runner::placement::Placement;
 use evergraph_runner::sampling::Sampling;
@@ -157,11 +157,16 @@ fn inputs_of_eight_bits_give_numbers_near_those_of_floats() {
 
 /// The model's file with one number of its metadata changed.
 fn changed(key: &str, value: impl Into<MetaValue>) -> Vec<u8> {
+    rewritten(&[(key, value.into())], &|_, _| ()).to_bytes().unwrap()
+}
+
+/// The model's file with other numbers in its metadata, and bytes of tensors that `edit` may change.
+fn rewritten(keys: &[(&str, MetaValue)], edit: &dyn Fn(&str, &mut [u8])) -> Writer {
     let file = Gguf::open(&data(MODEL)).unwrap();
     let mut writer = Writer::new();
     for (name, found) in file.metadata() {
         match found {
-            _ if name == key => continue,
+            _ if keys.iter().any(|(key, _)| *key == name) => continue,
             Value::F32(value) => writer.put(name, value),
             Value::Bool(value) => writer.put(name, value),
             Value::String(text) => writer.put(name, text),
@@ -175,11 +180,50 @@ fn changed(key: &str, value: impl Into<MetaValue>) -> Vec<u8> {
             number => writer.put(name, number.as_u64().unwrap() as u32),
         };
     }
-    writer.put(key, value);
-    for tensor in file.tensors() {
-        writer.tensor(tensor.name(), tensor.quant_type(), tensor.dims(), file.data(tensor).to_vec());
+    for (key, value) in keys {
+        writer.put(*key, value.clone());
     }
-    writer.to_bytes().unwrap()
+    for tensor in file.tensors() {
+        let mut bytes = file.data(tensor).to_vec();
+        edit(tensor.name(), &mut bytes);
+        writer.tensor(tensor.name(), tensor.quant_type(), tensor.dims(), bytes);
+    }
+    writer
+}
+
+#[test]
+fn blocks_that_predict_further_tokens_are_left_alone() {
+    let further: [(&str, MetaValue); 1] = [("deepseek4.nextn_predict_layers", 1u32.into())];
+    let load = |writer: Writer| {
+        let runtime = Runtime::host(config(PoolMode::Vmm, true)).unwrap();
+        models::load(Arc::new(Gguf::parse(Bytes::copy_of(&writer.to_bytes().unwrap())).unwrap()), &runtime).unwrap()
+    };
+    let plain = load(rewritten(&further, &|_, _| ()));
+    assert_eq!(plain.depth(), 5, "a file may say so and not have them");
+    let mut writer = rewritten(&further, &|_, _| ());
+    writer.tensor("blk.4.nextn.eh_proj.weight", QuantType::F32, &[64], vec![0; 256]);
+    let model = load(writer);
+    assert_eq!(model.depth(), 4);
+    assert!(model.weights.read().all(|tensor| !tensor.name().starts_with("blk.4.")), "they take no memory");
+}
+
+#[test]
+fn a_table_that_names_experts_that_are_not_there_is_refused() {
+    let load = |number: i32| {
+        let runtime = Runtime::host(config(PoolMode::Vmm, true)).unwrap();
+        let writer = rewritten(&[], &|name, bytes| {
+            if name == "blk.0.ffn_gate_tid2eid.weight" {
+                bytes[40..44].copy_from_slice(&number.to_le_bytes());
+            }
+        });
+        models::load(Arc::new(Gguf::parse(Bytes::copy_of(&writer.to_bytes().unwrap())).unwrap()), &runtime)
+    };
+    assert!(load(7).is_ok(), "there are 8");
+    for number in [8, -1, i32::MIN] {
+        let error = load(number).unwrap_err();
+        assert!(matches!(&error, Error::Tensor { name, .. } if name.contains("tid2eid")), "{error}");
+        assert!(error.to_string().contains(&number.to_string()), "{error}");
+    }
 }
 
 #[test]

@@ -86,10 +86,13 @@ fn rewrite(arg: &OsStr) -> Option<OsString> {
     })
 }
 
-/// Gives each long flag its twins in the environment: `EVERGRAPH_…` first, then llama.cpp's `LLAMA_ARG_…`.
-pub(super) fn with_environment(command: clap::Command) -> clap::Command {
+/// Gives each long flag its twins in the environment: `EVERGRAPH_…` first, then llama.cpp's `LLAMA_ARG_…`. As there, the last
+/// of several values wins where a flag takes one, and a negative number is a value, which may be refused as such.
+pub(super) fn as_llama_reads(command: clap::Command) -> clap::Command {
     command.mut_subcommands(|sub| {
-        sub.mut_args(|arg| {
+        sub.args_override_self(true).mut_args(|arg| {
+            let takes_value = matches!(arg.get_action(), clap::ArgAction::Set | clap::ArgAction::Append);
+            let arg = if takes_value && !arg.is_positional() { arg.allow_negative_numbers(true) } else { arg };
             let Some(long) = arg.get_long() else { return arg };
             if matches!(long, "help" | "version" | "json" | "tokens" | "prompt") {
                 return arg;

@@ -19,6 +19,9 @@ pub(super) struct Flags {
 }
 
 pub(super) fn run(flags: &Flags, out: &mut Output) -> Result<()> {
+    if flags.device.devices != 1 {
+        return Err(Error::argument("--devices", "1 (the story is told on one device)", flags.device.devices));
+    }
     let device = choose(flags.device.device.as_deref())?;
     if let Some(threads) = flags.device.threads {
         evergraph_kernels::threads(threads as usize)?;

@@ -113,7 +113,7 @@ pub enum Failure {
 /// # Errors
 /// What the words or the work did not allow; a reader that closed the pipe is no error.
 pub fn run(args: impl IntoIterator<Item = OsString>) -> std::result::Result<(), Failure> {
-    let command = argv::with_environment(Cli::command());
+    let command = argv::as_llama_reads(Cli::command());
     let matches = command.try_get_matches_from(normalise(args)).map_err(Failure::Words)?;
     let cli = Cli::from_arg_matches(&matches).map_err(Failure::Words)?;
     match cli.command.run() {

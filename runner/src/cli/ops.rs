@@ -55,6 +55,7 @@ pub(super) fn run(flags: &Flags, out: &mut Output) -> Result<()> {
     let chosen: Vec<Case> = cases().into_iter().filter(|c| flags.op.as_deref().is_none_or(|op| c.op() == op)).collect();
     if chosen.is_empty() {
         let mut names: Vec<&str> = cases().iter().map(Case::op).collect();
+        names.sort_unstable();
         names.dedup();
         return Err(Error::argument("--op", format!("one of {}", names.join(", ")), flags.op.as_deref().unwrap_or("")));
     }

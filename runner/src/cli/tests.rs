@@ -41,7 +41,7 @@ fn sizes_are_read_as_people_write_them() {
 #[test]
 fn the_grammar_is_sound() {
     Cli::command().debug_assert();
-    argv::with_environment(Cli::command()).debug_assert();
+    argv::as_llama_reads(Cli::command()).debug_assert();
 }
 
 #[test]

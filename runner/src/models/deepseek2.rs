@@ -22,7 +22,7 @@ use super::weights::Weights;
 use crate::engine::Runtime;
 use crate::error::{Error, Result};
 use crate::gguf::{Gguf, QuantType};
-use crate::placement::Placement;
+use crate::placement::{Placement, in_block};
 
 /// The numbers in a file's metadata.
 #[derive(Debug, PartialEq)]
@@ -119,8 +119,7 @@ impl Shape {
 
     /// Whether a tensor is read as it is.
     fn reads(&self, name: &str) -> bool {
-        let Some((block, part)) = name.strip_prefix("blk.").and_then(|rest| rest.split_once('.')) else { return true };
-        block.parse().is_ok_and(|block: usize| block < self.blocks) && part != "attn_kv_b.weight"
+        in_block(name).is_none_or(|(block, part)| block < self.blocks && part != "attn_kv_b.weight")
     }
 }
 

@@ -19,7 +19,7 @@ use super::weights::Weights;
 use crate::engine::Runtime;
 use crate::error::{Error, Result};
 use crate::gguf::Gguf;
-use crate::placement::{Home, Placement};
+use crate::placement::{Home, Placement, in_block};
 
 /// The ratio whose keys overlap, and are chosen by an index.
 const INDEXED: usize = 4;
@@ -194,7 +194,9 @@ fn scoring(keys: &Keys<'_>) -> Result<Scoring> {
 /// whole blocks on the host; those of the pool.
 pub(super) fn load(file: Arc<Gguf>, runtime: &Runtime, placement: &Placement) -> Result<Decoder> {
     let shape = Shape::read(&file)?;
-    let weights = Weights::load(file, runtime, placement, shape.blocks)?;
+    // Blocks that predict further tokens take no memory of the device.
+    let read = |name: &str| in_block(name).is_none_or(|(block, _)| block < shape.blocks);
+    let weights = Weights::load_some(file, runtime, placement, shape.blocks, &read)?;
     let on_host = (0..shape.blocks).filter(|block| weights.block_home(*block) == Home::Host).count();
     if on_host > 0 {
         return Err(Error::Unsupported {
@@ -305,7 +307,7 @@ fn branches(weights: &Weights, shape: &Shape, index: usize) -> Result<Vec<Branch
         });
     }
     let (bias, table) = match index < shape.hashed {
-        true => (None, Some(weights.numbers(&name("ffn_gate_tid2eid"), &[shape.vocabulary, used])?)),
+        true => (None, Some(weights.numbers(&name("ffn_gate_tid2eid"), &[shape.vocabulary, used], experts)?)),
         false => (Some(weights.vector(&format!("blk.{index}.exp_probs_b.bias"), experts)?), None),
     };
     let gate_up = GateUp::load(weights, &name, [experts, hidden, width])?;

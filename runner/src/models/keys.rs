@@ -107,7 +107,8 @@ impl<'a> Keys<'a> {
         let found = self.file.get_f32(&self.name(key))?;
         match found.or(default) {
             Some(value) if value > 0.0 => Ok(value),
-            _ => Err(Error::metadata(self.name(key), "a positive number", format!("{found:?}"))),
+            Some(value) => Err(Error::metadata(self.name(key), "a positive number", value)),
+            None => Err(Error::metadata(self.name(key), "a positive number", "no such key")),
         }
     }
 

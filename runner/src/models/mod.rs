@@ -42,8 +42,8 @@ pub use weights::Weights;
 
 use crate::engine::Runtime;
 use crate::error::{Error, Result};
-use crate::gguf::Gguf;
-use crate::placement::Placement;
+use crate::gguf::{Gguf, TensorInfo};
+use crate::placement::{Placement, in_block};
 
 /// Builds the model of a file on a device.
 type Load = fn(Arc<Gguf>, &Runtime, &Placement) -> Result<Decoder>;
@@ -71,6 +71,7 @@ pub fn load(file: Arc<Gguf>, runtime: &Runtime) -> Result<Decoder> {
 /// file that does not hold together; those of the pool.
 pub fn load_placed(file: Arc<Gguf>, runtime: &Runtime, placement: &Placement) -> Result<Decoder> {
     let name = file.architecture()?;
+    check_blocks(&file, name)?;
     match ARCHITECTURES.iter().find(|(known, _)| *known == name) {
         Some((_, load)) => load(file, runtime, placement),
         None => {
@@ -81,6 +82,18 @@ pub fn load_placed(file: Arc<Gguf>, runtime: &Runtime, placement: &Placement) ->
                 advice: format!("a model of {}", known.join(" or ")),
             })
         }
+    }
+}
+
+/// Refuses a file that says that it has fewer blocks than it has: with some left out, a model gives other text and no error.
+fn check_blocks(file: &Gguf, architecture: &str) -> Result<()> {
+    let key = format!("{architecture}.block_count");
+    // One that is missing or no number is the loader's to name.
+    let Some(blocks) = file.get(&key).and_then(|value| value.as_u64()) else { return Ok(()) };
+    let mut names = file.tensors().iter().map(TensorInfo::name);
+    match names.find(|name| in_block(name).is_some_and(|(block, _)| block as u64 >= blocks)) {
+        None => Ok(()),
+        Some(name) => Err(Error::metadata(key, format!("a number that counts the block of {name} too"), blocks)),
     }
 }
 

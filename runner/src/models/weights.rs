@@ -12,7 +12,7 @@ use rayon::iter::{IntoParallelIterator, ParallelIterator};
 use crate::engine::Runtime;
 use crate::error::{Error, Result};
 use crate::gguf::{Bytes, BytesRange, Gguf, QuantType, TensorInfo};
-use crate::placement::{Home, Placement};
+use crate::placement::{Home, Placement, in_block};
 
 /// The weights of a file, each where it is read: by the device, or by the host.
 ///
@@ -256,10 +256,9 @@ impl Weights {
     /// Where a tensor is read.
     #[must_use]
     pub fn home(&self, name: &str) -> Home {
-        let block = name.strip_prefix("blk.").and_then(|rest| rest.split_once('.')?.0.parse().ok());
         let embedding = ["token_embd.weight", "per_layer_token_embd.weight"].contains(&name);
-        let home = match block {
-            Some(index) => self.block_home(index),
+        let home = match in_block(name) {
+            Some((index, _)) => self.block_home(index),
             // The embedding may be the output matrix too.
             None if name == "output.weight" || embedding && !self.has("output.weight") => self.block_home(self.blocks),
             None if embedding => self.block_home(0),
@@ -327,13 +326,21 @@ impl Weights {
         self.find_on(self.home(name), name, shape)
     }
 
-    /// A table of whole numbers (I32) of this shape.
+    /// A table of this shape, of whole numbers (I32) from 0 to below `limit`.
     ///
     /// # Errors
     /// [`Error::Tensor`] if it is missing, or something else.
-    pub fn numbers(&self, name: &str, shape: &[usize]) -> Result<TensorView> {
+    pub fn numbers(&self, name: &str, shape: &[usize], limit: usize) -> Result<TensorView> {
         let view = self.place_on(self.home(name), name, shape)?.ok_or_else(|| missing(name))?;
-        if view.ty() == QuantType::I32 { Ok(view) } else { Err(Error::tensor(name, "type I32", view.ty())) }
+        if view.ty() != QuantType::I32 {
+            return Err(Error::tensor(name, "type I32", view.ty()));
+        }
+        let bytes = self.file.tensor(name).map_or(&[][..], |tensor| self.file.data(tensor));
+        let mut numbers = bytes.as_chunks().0.iter().map(|bytes| i32::from_le_bytes(*bytes));
+        match numbers.find(|&number| !usize::try_from(number).is_ok_and(|number| number < limit)) {
+            None => Ok(view),
+            Some(number) => Err(Error::tensor(name, format!("numbers below {limit}"), number)),
+        }
     }
 
     fn find_on(&self, home: Home, name: &str, shape: &[usize]) -> Result<Option<TensorView>> {
