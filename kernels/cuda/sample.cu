@@ -242,6 +242,7 @@ static EVG_NOINLINE u32 draw_from_list(Scratch& s, const State& state, u32 count
     return s.count;
 }
 
+// NOWHERE if none can be chosen.
 static EVG_NOINLINE u32 draw(const Vocabulary& v, Scratch& s, const State& state) {
     // The best.
     u64 best = 0;
@@ -258,10 +259,10 @@ static EVG_NOINLINE u32 draw(const Vocabulary& v, Scratch& s, const State& state
     for (u32 i = 0; i < 32; i++)
         if (s.warps[i] > best) best = s.warps[i];
     __syncthreads();
-    if (best == 0) return 0;
+    if (best == 0) return NOWHERE;
     const float top = logit_of(best);
     // Probabilities are no numbers then.
-    if (fabsf(top) == infinity()) return token_of(best);
+    if (fabsf(top) == infinity()) return NOWHERE;
 
     const bool all = state.top_k <= 0 || u32(state.top_k) >= v.size;
     const Weight one = {false, top, 1.0f, 0.0};
@@ -346,12 +347,13 @@ EVG_KERNEL(sample, EVG_BOUNDS(1024))(const char* logits, u32 vocabulary, char* s
         else
             best = take_row(best, v.logits, vocabulary);
         best = block_greatest(best);
-        chosen = best.place == NOWHERE ? 0 : best.place;
+        chosen = fabsf(best.value) == infinity() ? NOWHERE : best.place;
     }
     __syncthreads();
     if (threadIdx.x == 0) {
         stored->counter = state.counter + 1;
         stored->recent_len = state.recent_len + 1;
+        // NOWHERE is -1: the caller sees that logits are no numbers.
         at<int>(token, 0)[0] = int(chosen);
         at<int>(recent, 0)[state.recent_len % ring] = int(chosen);
     }

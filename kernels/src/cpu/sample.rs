@@ -55,9 +55,11 @@ pub(super) fn sample(ctx: &KernelContext<'_>) -> Result<(), Fault> {
     let mut logits = load::<f32>(ctx, logits, vocabulary)?;
     let state = &mut state[0];
     penalise(&mut logits, state, recent);
-    let chosen = if state.temp > 0.0 { draw(&logits, state) } else { first_greatest(&logits) };
+    let chosen = if state.temp > 0.0 { draw(&logits, state) } else { Some(first_greatest(&logits)) };
     state.counter = state.counter.wrapping_add(1);
-    token[0] = chosen as i32;
+    // Of logits that are no numbers none is chosen.
+    let chosen = chosen.filter(|&token| logits.get(token).is_some_and(|logit| logit.is_finite()));
+    token[0] = chosen.map_or(SampleState::NONE, |token| token as i32);
     recent[(state.recent_len % ring as u64) as usize] = token[0];
     state.recent_len = state.recent_len.wrapping_add(1);
     Ok(())
@@ -82,8 +84,8 @@ fn penalise(logits: &mut [f32], state: &SampleState, recent: &[i32]) {
     }
 }
 
-/// Top-k, top-p, min-p, temperature, draw.
-fn draw(logits: &[f32], state: &SampleState) -> usize {
+/// Top-k, top-p, min-p, temperature, draw. None if all are NaN, and the best if it is infinite.
+fn draw(logits: &[f32], state: &SampleState) -> Option<usize> {
     let best_first = |a: &(f32, u32), b: &(f32, u32)| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1));
     let mut list: Vec<(f32, u32)> = Vec::new();
     let k = usize::try_from(state.top_k).ok().filter(|&k| k > 0 && k < logits.len()).unwrap_or(logits.len());
@@ -106,7 +108,7 @@ fn draw(logits: &[f32], state: &SampleState) -> usize {
     }
     list.sort_unstable_by(best_first);
     list.truncate(k);
-    let Some(&(top, first)) = list.first() else { return 0 };
+    let &(top, first) = list.first()?;
     let probability = |logit: f32, temp: f32| (f64::from(logit - top) / f64::from(temp)).exp();
     if state.top_p < 1.0 {
         let total: f64 = list.iter().map(|&(l, _)| probability(l, 1.0)).sum();
@@ -126,11 +128,11 @@ fn draw(logits: &[f32], state: &SampleState) -> usize {
     for &(logit, token) in &list {
         left -= probability(logit, state.temp);
         if left < 0.0 {
-            return token as usize;
+            return Some(token as usize);
         }
     }
     // Rounding left a crumb (or the best logit is infinite and probabilities are NaN).
-    first as usize
+    Some(first as usize)
 }
 
 /// Number `counter` of the sequence of `seed`, in `[0, 1)`: SplitMix64 (Steele, Lea, Flood 2014), 53 bits.

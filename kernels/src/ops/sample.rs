@@ -37,6 +37,9 @@ impl SampleState {
     /// Bytes in device memory.
     pub const BYTES: usize = size_of::<Self>();
 
+    /// Stands for a token where the best logit is infinite, or none is a number.
+    pub const NONE: i32 = -1;
+
     /// Greedy, without penalty.
     #[must_use]
     pub fn greedy() -> Self {
@@ -54,7 +57,8 @@ impl SampleState {
     }
 }
 
-/// Picks the next token, writes it to `token` and appends it to the ring of recent tokens.
+/// Picks the next token, writes it to `token` and appends it to the ring of recent tokens; [`SampleState::NONE`] where logits
+/// are no numbers.
 #[derive(Clone, Debug)]
 pub struct Sample {
     /// `[V]` F32; not changed.

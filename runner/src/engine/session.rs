@@ -550,6 +550,9 @@ impl Session {
         self.download(&self.io.token.slice, &mut token)?;
         let vocabulary = self.model.vocabulary;
         match u32::try_from(token[0]) {
+            Err(_) if token[0] == SampleState::NONE => {
+                Err(Error::CheckFailed("logits that are numbers: the best is infinite, or none is one".to_owned()))
+            }
             Ok(id) if (id as usize) < vocabulary => Ok(id),
             _ => Err(Error::TokenId { id: token[0].into(), vocabulary }),
         }

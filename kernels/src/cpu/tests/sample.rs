@@ -128,11 +128,18 @@ fn tokens_are_appended_to_the_ring() {
 }
 
 #[test]
-fn odd_logits_give_some_token() {
-    for logits in [[f32::NAN; 4], [f32::NEG_INFINITY; 4], [f32::INFINITY; 4]] {
-        for temp in [0.0, 1.0] {
-            let token = Sampler::new(&logits, SampleState { temp, top_p: 0.9, min_p: 0.1, ..OPEN }, &[0; 4]).next();
-            assert!((0..4).contains(&token));
+fn of_logits_that_are_no_numbers_none_is_chosen() {
+    let (nan, most) = (f32::NAN, f32::INFINITY);
+    for (logits, expected) in [
+        ([nan; 4], SampleState::NONE),
+        ([-most; 4], SampleState::NONE),
+        ([most; 4], SampleState::NONE),
+        ([0.0, 1.0, most, 2.0], SampleState::NONE),
+        ([nan, nan, -1e30, -most], 2),
+    ] {
+        for (temp, top_k) in [(0.0, 0), (1.0, 0), (1.0, 2)] {
+            let state = SampleState { temp, top_k, top_p: 0.9, min_p: 0.1, ..OPEN };
+            assert_eq!(Sampler::new(&logits, state, &[0; 4]).next(), expected, "{logits:?} at {temp}");
         }
     }
 }

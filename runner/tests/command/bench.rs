@@ -1,26 +1,14 @@
 //! `evergraph bench` as users and scripts see it.
 
-#![allow(clippy::unwrap_used, missing_docs)]
-
 use std::io::{BufRead, BufReader};
-use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
 use serde_json::Value;
 
-fn data(name: &str) -> String {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(name).display().to_string()
-}
+use super::data;
 
 fn command(words: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_evergraph"));
-    for (name, _) in
-        std::env::vars().filter(|(name, _)| name.starts_with("EVERGRAPH_") || name.starts_with("LLAMA_ARG_"))
-    {
-        command.env_remove(name);
-    }
-    command.arg("bench").args(["--device", "host"]).args(words);
-    command
+    super::command(&[&["bench", "--device", "host"], words].concat())
 }
 
 fn bench(words: &[&str]) -> Output {
@@ -138,7 +126,6 @@ fn what_can_not_be_measured_is_said_and_nothing_is() {
         (&["--prio", "2"], "--prio: expected 0"),
         (&["--delay", "-1"], "-1"),
         (&["-o", "xml"], "is not csv, json, jsonl, md, sql or none"),
-        (&["--json", "-o", "csv"], "cannot be used with"),
         (&["--mem-limit", "lots"], "is no unit"),
         (&["--devices", "2"], "--devices: expected 1"),
         (&["--nonsense"], "unexpected argument"),
@@ -149,6 +136,8 @@ fn what_can_not_be_measured_is_said_and_nothing_is() {
         assert!(flat.contains(said), "{words:?} should say {said:?}: {talk}");
     }
     assert!(fails(&[], 2).contains("--model"));
+    let both = bench(&["-m", &model, "--json", "-o", "csv"]);
+    assert!(String::from_utf8_lossy(&both.stderr).contains("cannot be used with"));
     assert!(fails(&["-m", "no-such.gguf"], 1).contains("no-such.gguf"));
     assert!(fails(&["-m", &data("tokenizer.json")], 1).contains("GGUF"));
 }
@@ -167,6 +156,21 @@ fn a_row_that_fails_is_told_and_the_others_stand() {
     assert!(rows[1]["error"].as_str().unwrap().starts_with("out of memory: "), "{}", rows[1]["error"]);
     assert_eq!(rows[1]["mem_limit_bytes"], 6 << 20);
     assert!(talk.contains("pp8 @ d40000 failed: out of memory") && talk.contains("1 of 3 tests failed"), "{talk}");
+}
+
+#[test]
+fn a_model_that_is_not_there_is_named_and_the_others_are_measured() {
+    let models = format!("{},/no/such.gguf,{}", data("gemma3.gguf"), data("gemma4-e.gguf"));
+    let output = bench(&["-m", &models, "-p", "4", "-n", "0", "-r", "1", "--no-warmup", "-o", "jsonl"]);
+    let (text, talk) = (String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap());
+    assert_eq!(output.status.code(), Some(1), "{talk}");
+    let rows: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert!(rows[0]["avg_ts"].is_f64() && rows[1]["avg_ts"].is_null() && rows[2]["avg_ts"].is_f64(), "{text}");
+    assert_eq!(rows[1]["model_filename"], "/no/such.gguf");
+    assert!(rows[1]["error"].as_str().unwrap().contains("/no/such.gguf"), "{}", rows[1]["error"]);
+    assert!(talk.contains("/no/such.gguf") && talk.contains("1 of 3 tests failed"), "{talk}");
+    // None at all: nothing is written.
+    assert!(fails(&["-m", "/no/such.gguf,/nor/this.gguf"], 1).contains("/no/such.gguf"));
 }
 
 #[test]
