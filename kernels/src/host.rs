@@ -21,7 +21,7 @@ use evergraph_pool::driver::host::{HostKernel, KernelContext, SpanCheck};
 use evergraph_pool::driver::{DeviceOrdinal, DevicePtr, Fault, HostCallback, ParamLayout, StreamHandle};
 use smallvec::SmallVec;
 
-use crate::ops::{Call, Launch, Launches, Op, Plan, Root, TensorView};
+use crate::ops::{Call, Launch, Op, Plan, Root, TensorView};
 use crate::quant::QuantType;
 use crate::{KernelError, Kernels, cpu};
 
@@ -231,14 +231,6 @@ impl Op for HostNode {
 
     fn check(&self) -> Result<(), KernelError> {
         Ok(())
-    }
-
-    fn call(&self) -> Call {
-        Call::none()
-    }
-
-    fn launches(&self, _: &evergraph_pool::driver::DeviceInfo) -> Launches {
-        Launches::new()
     }
 
     fn enqueue(&self, kernels: &Kernels, stream: StreamHandle) -> Result<(), KernelError> {

@@ -5,10 +5,10 @@
 use std::fmt;
 use std::sync::Arc;
 
-use evergraph_pool::driver::{DeviceInfo, DriverResult, DynDriver, EventHandle, StreamHandle};
+use evergraph_pool::driver::{DriverResult, DynDriver, EventHandle, StreamHandle};
 
 use crate::host::HOST;
-use crate::ops::{Call, Launches, Op, TensorView};
+use crate::ops::{Op, TensorView};
 use crate::{KernelError, Kernels};
 
 /// A stream and events of its own.
@@ -138,14 +138,6 @@ impl Op for Upload {
         }
     }
 
-    fn call(&self) -> Call {
-        Call::none()
-    }
-
-    fn launches(&self, _: &DeviceInfo) -> Launches {
-        Launches::new()
-    }
-
     fn enqueue(&self, kernels: &Kernels, _: StreamHandle) -> Result<(), KernelError> {
         let (driver, lane) = (kernels.driver(), &self.lane);
         driver.bind()?;
@@ -179,14 +171,6 @@ macro_rules! event_op {
 
             fn check(&self) -> Result<(), KernelError> {
                 Ok(())
-            }
-
-            fn call(&self) -> Call {
-                Call::none()
-            }
-
-            fn launches(&self, _: &DeviceInfo) -> Launches {
-                Launches::new()
             }
 
             fn enqueue(&self, kernels: &Kernels, $stream: StreamHandle) -> Result<(), KernelError> {

@@ -179,6 +179,46 @@ impl Check {
         if written.same_place(other) { Ok(()) } else { self.apart(role, written, &[(other_role, other)]) }
     }
 
+    /// `x` and `out` are floats of one shape, and one place or apart.
+    pub(super) fn floats_to(&self, x: &TensorView, out: &TensorView) -> Result<(), KernelError> {
+        self.f32("x", x)?;
+        self.f32("out", out)?;
+        self.shape("out", out, x.shape())?;
+        self.same_or_apart("out", out, "x", x)
+    }
+
+    /// As [`floats_to`](Self::floats_to) for `[T, H, d]`, with a position for each token.
+    pub(super) fn turned(&self, x: &TensorView, out: &TensorView, positions: &TensorView) -> Result<(), KernelError> {
+        self.rank("x", x, &["T", "H", "d"])?;
+        self.floats_to(x, out)?;
+        self.i32("positions", positions)?;
+        self.shape("positions", positions, &[x.dim(0)])?;
+        self.apart("out", out, &[("positions", positions)])
+    }
+
+    /// `logits`, `[T, E]`, and the choice that is made of them: `ids` and `weights`, `[T, used]`, apart from each other and from
+    /// the inputs.
+    pub(super) fn choice(
+        &self,
+        logits: &TensorView,
+        [ids, weights]: [&TensorView; 2],
+        used: usize,
+        inputs: &[(&str, &TensorView)],
+    ) -> Result<(), KernelError> {
+        self.rank("logits", logits, &["T", "E"])?;
+        self.f32("logits", logits)?;
+        let shape = [logits.dim(0), used];
+        self.i32("ids", ids)?;
+        self.f32("weights", weights)?;
+        for (role, written) in [("ids", ids), ("weights", weights)] {
+            self.shape(role, written, &shape)?;
+            self.contiguous(role, written)?;
+            self.apart(role, written, &[("logits", logits)])?;
+            self.apart(role, written, inputs)?;
+        }
+        self.apart("ids", ids, &[("weights", weights)])
+    }
+
     /// A cache that is a ring keeps all that `tokens` queries see.
     pub(super) fn ring(
         &self,

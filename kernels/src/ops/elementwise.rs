@@ -35,10 +35,7 @@ fn binary_call(a: &TensorView, b: &TensorView, out: &TensorView) -> Call {
 
 fn unary_check(check: &Check, x: &TensorView, out: &TensorView) -> Result<(), KernelError> {
     check.rank("x", x, &["T", "D"])?;
-    check.f32("x", x)?;
-    check.f32("out", out)?;
-    check.shape("out", out, x.shape())?;
-    check.same_or_apart("out", out, "x", x)
+    check.floats_to(x, out)
 }
 
 fn unary_call(x: &TensorView, out: &TensorView, value: f32) -> Call {

@@ -43,10 +43,7 @@ impl Op for Fp8KvQuantize {
         if !(2..=3).contains(&self.x.rank()) {
             return Err(check.bad_shape("x", &self.x, "[T, d] or [T, H, d]".to_owned()));
         }
-        check.f32("x", &self.x)?;
-        check.f32("out", &self.out)?;
-        check.shape("out", &self.out, self.x.shape())?;
-        check.same_or_apart("out", &self.out, "x", &self.x)?;
+        check.floats_to(&self.x, &self.out)?;
         check.parameter(self.rotated < self.x.cols(), "rotated", self.rotated, "less than the width of a row")
     }
 

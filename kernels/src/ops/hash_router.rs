@@ -43,26 +43,15 @@ impl Op for HashRouter {
 
     fn check(&self) -> Result<(), KernelError> {
         let check = Check(self.name());
-        check.rank("logits", &self.logits, &["T", "E"])?;
-        check.f32("logits", &self.logits)?;
-        let (tokens, experts) = (self.logits.dim(0), self.logits.dim(1));
         check.rank("table", &self.table, &["V", "K"])?;
         check.i32("table", &self.table)?;
         check.contiguous("table", &self.table)?;
         let used = self.table.dim(1);
-        check.parameter(used <= experts, "experts used", used, "at most those that there are")?;
+        let inputs = [("table", &self.table), ("tokens", &self.tokens)];
+        check.choice(&self.logits, [&self.ids, &self.weights], used, &inputs)?;
+        check.parameter(used <= self.logits.dim(1), "experts used", used, "at most those that there are")?;
         check.i32("tokens", &self.tokens)?;
-        check.shape("tokens", &self.tokens, &[tokens])?;
-        check.i32("ids", &self.ids)?;
-        check.shape("ids", &self.ids, &[tokens, used])?;
-        check.contiguous("ids", &self.ids)?;
-        check.f32("weights", &self.weights)?;
-        check.shape("weights", &self.weights, &[tokens, used])?;
-        check.contiguous("weights", &self.weights)?;
-        let inputs = [("logits", &self.logits), ("table", &self.table), ("tokens", &self.tokens)];
-        check.apart("ids", &self.ids, &inputs)?;
-        check.apart("weights", &self.weights, &inputs)?;
-        check.apart("ids", &self.ids, &[("weights", &self.weights)])?;
+        check.shape("tokens", &self.tokens, &[self.logits.dim(0)])?;
         check.parameter(self.scale.is_finite(), "scale", self.scale, "finite")
     }
 

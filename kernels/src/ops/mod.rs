@@ -119,8 +119,11 @@ pub trait Op: Debug + Send + Sync {
     /// A [`KernelError`] that names the op and the tensor.
     fn check(&self) -> Result<(), KernelError>;
 
-    /// The launch: grid and packed arguments. Only meaningful for an op that passes [`check`](Self::check).
-    fn call(&self) -> Call;
+    /// The launch: grid and packed arguments. Only meaningful for an op that passes [`check`](Self::check). An op that is no
+    /// kernel has none, and an [`enqueue`](Self::enqueue) of its own.
+    fn call(&self) -> Call {
+        Call::none()
+    }
 
     /// The kernels that do the work on a device, in order. On the host device always one, of the op's name; on others
     /// an op may choose among kernels by type and shape. Depends on shapes and capacities only, as the grids do.
@@ -173,9 +176,12 @@ pub struct Launch {
     pub args: Args,
 }
 
-/// One launch of the kernel of the op's name.
+/// One launch of the kernel of the op's name; none for an op without.
 fn single<O: Op + ?Sized>(op: &O) -> Launches {
     let call = op.call();
+    if call.is_none() {
+        return Launches::new();
+    }
     smallvec![Launch { kernel: op.name(), config: call.config, args: call.args }]
 }
 
@@ -202,8 +208,14 @@ impl Call {
     }
 
     /// No launch at all, for ops that are not kernels.
-    pub(crate) fn none() -> Self {
-        Self::new(0)
+    fn none() -> Self {
+        let mut none = Self::new(1);
+        none.config.grid = [0; 3];
+        none
+    }
+
+    fn is_none(&self) -> bool {
+        self.config.grid == [0; 3]
     }
 
     /// A launch of enough blocks for `rows` rows of `cols` elements, where a block takes [`PIECE`] of them at a time.

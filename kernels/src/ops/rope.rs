@@ -82,6 +82,27 @@ impl Rope {
     }
 }
 
+/// The launch and the first arguments of a kernel that turns heads.
+pub(super) fn turning(x: &TensorView, out: &TensorView, positions: &TensorView) -> Call {
+    // A single token's heads are spread over blocks, which then compute the same turns; with many tokens each
+    // block computes them once for all heads.
+    let mut call = Call::new(x.dim(0));
+    call.config.grid[1] = match x.dim(0) {
+        0..64 => u32::try_from(x.dim(1).div_ceil(4)).unwrap_or(u32::MAX).min(64),
+        _ => 1,
+    };
+    call.view(x)
+        .stride(x, 0)
+        .stride(x, 1)
+        .view(positions)
+        .view(out)
+        .stride(out, 0)
+        .stride(out, 1)
+        .dim(x.dim(0))
+        .dim(x.dim(1))
+        .dim(x.dim(2))
+}
+
 impl Op for Rope {
     fn name(&self) -> &'static str {
         "rope"
@@ -97,17 +118,10 @@ impl Op for Rope {
 
     fn check(&self) -> Result<(), KernelError> {
         let check = Check(self.name());
-        check.rank("x", &self.x, &["T", "H", "d"])?;
-        check.f32("x", &self.x)?;
+        check.turned(&self.x, &self.out, &self.positions)?;
         if !self.x.cols().is_multiple_of(2) {
             return Err(check.bad_shape("x", &self.x, "[T, H, even d]".to_owned()));
         }
-        check.f32("out", &self.out)?;
-        check.shape("out", &self.out, self.x.shape())?;
-        check.same_or_apart("out", &self.out, "x", &self.x)?;
-        check.i32("positions", &self.positions)?;
-        check.shape("positions", &self.positions, &[self.x.dim(0)])?;
-        check.apart("out", &self.out, &[("positions", &self.positions)])?;
         if let Some(factors) = &self.factors {
             check.f32("factors", factors)?;
             check.shape("factors", factors, &[self.x.cols() / 2])?;
@@ -124,23 +138,7 @@ impl Op for Rope {
 
     fn call(&self) -> Call {
         let yarn = self.yarn.unwrap_or(Yarn::NONE);
-        // A single token's heads are spread over blocks, which then compute the same turns; with many tokens each
-        // block computes them once for all heads.
-        let mut call = Call::new(self.x.dim(0));
-        call.config.grid[1] = match self.x.dim(0) {
-            0..64 => u32::try_from(self.x.dim(1).div_ceil(4)).unwrap_or(u32::MAX).min(64),
-            _ => 1,
-        };
-        call.view(&self.x)
-            .stride(&self.x, 0)
-            .stride(&self.x, 1)
-            .view(&self.positions)
-            .view(&self.out)
-            .stride(&self.out, 0)
-            .stride(&self.out, 1)
-            .dim(self.x.dim(0))
-            .dim(self.x.dim(1))
-            .dim(self.x.dim(2))
+        turning(&self.x, &self.out, &self.positions)
             .dim(match self.kind {
                 RopeKind::Neox => 0,
                 RopeKind::Interleaved => 1,

@@ -1,6 +1,7 @@
 //! Rotary position embedding of the last elements of a head.
 
 use super::check::Check;
+use super::rope::turning;
 use super::{Call, Op, TensorView, Yarn};
 use crate::KernelError;
 
@@ -51,38 +52,16 @@ impl Op for RopeTail {
 
     fn check(&self) -> Result<(), KernelError> {
         let check = Check(self.name());
-        check.rank("x", &self.x, &["T", "H", "d"])?;
-        check.f32("x", &self.x)?;
+        check.turned(&self.x, &self.out, &self.positions)?;
         let fits = self.dims > 0 && self.dims.is_multiple_of(2) && self.dims <= self.x.cols();
         check.parameter(fits, "dims", self.dims, "even, from 2 to the width of a head")?;
-        check.f32("out", &self.out)?;
-        check.shape("out", &self.out, self.x.shape())?;
-        check.same_or_apart("out", &self.out, "x", &self.x)?;
-        check.i32("positions", &self.positions)?;
-        check.shape("positions", &self.positions, &[self.x.dim(0)])?;
-        check.apart("out", &self.out, &[("positions", &self.positions)])?;
         check.parameter(self.base.is_finite() && self.base > 0.0, "base", self.base, "positive")?;
         self.yarn.as_ref().map_or(Ok(()), |yarn| yarn.check(&check, self.base))
     }
 
     fn call(&self) -> Call {
         let yarn = self.yarn.unwrap_or(Yarn::NONE);
-        // As for `rope`: a single token's heads are spread over blocks, many tokens' turns are made once for all heads.
-        let mut call = Call::new(self.x.dim(0));
-        call.config.grid[1] = match self.x.dim(0) {
-            0..64 => u32::try_from(self.x.dim(1).div_ceil(4)).unwrap_or(u32::MAX).min(64),
-            _ => 1,
-        };
-        call.view(&self.x)
-            .stride(&self.x, 0)
-            .stride(&self.x, 1)
-            .view(&self.positions)
-            .view(&self.out)
-            .stride(&self.out, 0)
-            .stride(&self.out, 1)
-            .dim(self.x.dim(0))
-            .dim(self.x.dim(1))
-            .dim(self.x.dim(2))
+        turning(&self.x, &self.out, &self.positions)
             .dim(self.dims)
             .dim(usize::from(self.inverse))
             .float(self.base)

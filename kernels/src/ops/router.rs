@@ -70,18 +70,11 @@ impl Op for Router {
 
     fn check(&self) -> Result<(), KernelError> {
         let check = Check(self.name());
-        check.rank("logits", &self.logits, &["T", "E"])?;
-        check.f32("logits", &self.logits)?;
-        let (tokens, experts) = (self.logits.dim(0), self.logits.dim(1));
-        check.parameter(experts <= MAX_EXPERTS, "experts", experts, "at most 4096")?;
         check.rank("ids", &self.ids, &["T", "K"])?;
-        check.i32("ids", &self.ids)?;
-        check.contiguous("ids", &self.ids)?;
-        check.shape("ids", &self.ids, &[tokens, self.ids.dim(1)])?;
         let used = self.ids.dim(1);
-        check.f32("weights", &self.weights)?;
-        check.shape("weights", &self.weights, &[tokens, used])?;
-        check.contiguous("weights", &self.weights)?;
+        check.choice(&self.logits, [&self.ids, &self.weights], used, &[])?;
+        let experts = self.logits.dim(1);
+        check.parameter(experts <= MAX_EXPERTS, "experts", experts, "at most 4096")?;
         if let Some(bias) = &self.bias {
             check.f32("bias", bias)?;
             check.shape("bias", bias, &[experts])?;
@@ -96,8 +89,6 @@ impl Op for Router {
         if used > available {
             return Err(check.bad_shape("ids", &self.ids, format!("[T, at most {available} experts]")));
         }
-        check.apart("ids", &self.ids, &[("weights", &self.weights), ("logits", &self.logits)])?;
-        check.apart("weights", &self.weights, &[("logits", &self.logits)])?;
         check.parameter(self.scale.is_finite(), "scale", self.scale, "finite")
     }
 

@@ -30,10 +30,7 @@ impl Op for SoftMax {
     fn check(&self) -> Result<(), KernelError> {
         let check = Check(self.name());
         check.rank("x", &self.x, &["T", "H", "C"])?;
-        check.f32("x", &self.x)?;
-        check.f32("out", &self.out)?;
-        check.shape("out", &self.out, self.x.shape())?;
-        check.same_or_apart("out", &self.out, "x", &self.x)
+        check.floats_to(&self.x, &self.out)
     }
 
     fn call(&self) -> Call {
