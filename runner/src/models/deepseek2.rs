@@ -80,10 +80,7 @@ impl Shape {
         let blocks = all - keys.count("nextn_predict_layers", all as u64 - 1)?;
         let width = keys.size("embedding_length", keys::MOST_WIDTH)?;
         let rank = keys.size("attention.kv_lora_rank", keys::MOST_HEAD_DIM)?;
-        let turned = keys.size("rope.dimension_count", keys::MOST_HEAD_DIM)?;
-        if !turned.is_multiple_of(2) {
-            return Err(Error::metadata(keys.name("rope.dimension_count"), "an even number", turned));
-        }
+        let turned = keys.turned(keys::MOST_HEAD_DIM)?;
         // Older files give a head's own lengths where newer ones give those of the compressed cache.
         let dim = |part: &str| {
             let of_head = format!("attention.{part}_mla");
@@ -113,7 +110,7 @@ impl Shape {
             position: Position::read(&keys, context)?,
             dense: keys.count("leading_dense_block_count", keys::MOST_BLOCKS)?,
             hidden: keys.sizes("feed_forward_length", blocks, keys::MOST_WIDTH)?,
-            experts: ExpertShape::read(file, &keys)?,
+            experts: ExpertShape::read(&keys)?,
         })
     }
 
@@ -164,21 +161,8 @@ impl Position {
 }
 
 impl ExpertShape {
-    fn read(file: &Gguf, keys: &Keys<'_>) -> Result<Option<Self>> {
+    fn read(keys: &Keys<'_>) -> Result<Option<Self>> {
         let Some((count, used)) = keys.experts()? else { return Ok(None) };
-        let gating = "expert_gating_func";
-        let scoring = match file.get_in(&keys.name(gating), 0..=u64::MAX)? {
-            None | Some(0 | 1) => Scoring::Softmax,
-            Some(2) => Scoring::Sigmoid,
-            Some(4) => Scoring::SqrtSoftplus,
-            Some(other) => {
-                return Err(Error::Unsupported {
-                    what: "this way to score experts (deepseek2.expert_gating_func)",
-                    found: other.to_string(),
-                    advice: "a model with 1 (softmax), 2 (sigmoid) or 4 (square root of softplus)".to_owned(),
-                });
-            }
-        };
         let groups = keys.size_or("expert_group_count", count as u64, 1)?;
         let groups_used = keys.size_or("expert_group_used_count", groups as u64, groups)?;
         let fits = count.is_multiple_of(groups) && (groups == 1 || count / groups >= 2);
@@ -190,15 +174,17 @@ impl ExpertShape {
                 format!("{groups_used} of {groups}"),
             ));
         }
+        let (norm, scale) = keys.expert_weights()?;
         Ok(Some(Self {
             count,
             used,
             hidden: keys.size("expert_feed_forward_length", keys::MOST_WIDTH)?,
             shared: keys.count("expert_shared_count", count as u64)?,
-            scoring,
+            // V2 takes the softmax and does not say so.
+            scoring: keys.scoring(Scoring::Softmax)?,
             groups: (groups > 1).then_some((groups as u32, groups_used as u32)),
-            norm: file.get_bool(&keys.name("expert_weights_norm"))?.unwrap_or(false),
-            scale: keys.positive_or_none("expert_weights_scale")?.unwrap_or(1.0),
+            norm,
+            scale,
         }))
     }
 }

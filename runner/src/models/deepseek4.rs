@@ -91,10 +91,8 @@ impl Shape {
                 format!("{kv_heads} of {value_dim}"),
             ));
         }
-        let rotated = keys.size("rope.dimension_count", dim as u64)?;
-        if !rotated.is_multiple_of(2) {
-            return Err(Error::metadata(keys.name("rope.dimension_count"), "an even number", rotated));
-        }
+        let rotated = keys.turned(dim as u64)?;
+        let (weights_norm, weights_scale) = keys.expert_weights()?;
         let ratios = keys.counts("attention.compress_ratios", blocks, MOST_RATIO)?;
         let indexed = ratios.contains(&INDEXED);
         let index = |key: &str, most: u64| match indexed {
@@ -143,9 +141,9 @@ impl Shape {
             hidden: keys.size("expert_feed_forward_length", keys::MOST_WIDTH)?,
             // A file that has the tensors means them.
             shared: keys.count("expert_shared_count", 64)?.max(has_shared.into()),
-            weights_scale: keys.positive_or_none("expert_weights_scale")?.unwrap_or(1.0),
-            weights_norm: keys.flag("expert_weights_norm")?,
-            scoring: scoring(&keys)?,
+            weights_scale,
+            weights_norm,
+            scoring: keys.scoring(Scoring::SqrtSoftplus)?,
             shared_limits: limits.iter().zip(shared_limits).map(|(limit, own)| own.or(*limit)).collect(),
             limits,
         })
@@ -175,15 +173,6 @@ fn yarn(keys: &Keys<'_>) -> Result<Option<Yarn>> {
             found: other.to_owned(),
             advice: "a file with YaRN or none".to_owned(),
         }),
-    }
-}
-
-fn scoring(keys: &Keys<'_>) -> Result<Scoring> {
-    match keys.count("expert_gating_func", u32::MAX.into())? {
-        1 => Ok(Scoring::Softmax),
-        2 => Ok(Scoring::Sigmoid),
-        0 | 4 => Ok(Scoring::SqrtSoftplus),
-        other => Err(Error::metadata(keys.name("expert_gating_func"), "1, 2 or 4", other)),
     }
 }
 

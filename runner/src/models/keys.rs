@@ -1,5 +1,7 @@
 //! What loaders read from a file's metadata: numbers of the architecture, one for all blocks or one for each.
 
+use evergraph_kernels::ops::Scoring;
+
 use crate::error::{Error, Result};
 use crate::gguf::{Gguf, Value};
 
@@ -125,6 +127,38 @@ impl<'a> Keys<'a> {
         match self.count("expert_count", MOST_EXPERTS)? {
             0 => Ok(None),
             count => Ok(Some((count, self.size("expert_used_count", count as u64)?))),
+        }
+    }
+
+    /// How experts are scored; `usual` for a file that does not say.
+    pub(super) fn scoring(&self, usual: Scoring) -> Result<Scoring> {
+        match self.file.get_in(&self.name("expert_gating_func"), 0..=u64::MAX)? {
+            None | Some(0) => Ok(usual),
+            Some(1) => Ok(Scoring::Softmax),
+            Some(2) => Ok(Scoring::Sigmoid),
+            Some(4) => Ok(Scoring::SqrtSoftplus),
+            Some(other) => Err(Error::Unsupported {
+                what: "this way to score experts (expert_gating_func)",
+                found: other.to_string(),
+                advice: "a model with 1 (softmax), 2 (sigmoid) or 4 (square root of softplus)".to_owned(),
+            }),
+        }
+    }
+
+    /// Whether the weights of a token's experts are divided by their sum, and their factor.
+    pub(super) fn expert_weights(&self) -> Result<(bool, f32)> {
+        let scale = self.positive_or_none("expert_weights_scale")?.unwrap_or(1.0);
+        Ok((self.flag("expert_weights_norm")?, scale))
+    }
+
+    /// Elements of a head that positions turn, in pairs.
+    pub(super) fn turned(&self, most: u64) -> Result<usize> {
+        let key = "rope.dimension_count";
+        let turned = self.size(key, most)?;
+        if turned.is_multiple_of(2) {
+            Ok(turned)
+        } else {
+            Err(Error::metadata(self.name(key), "an even number", turned))
         }
     }
 
