@@ -46,6 +46,11 @@ pub struct Description {
 }
 
 impl Description {
+    /// Of a file that can not be read.
+    pub(super) fn unknown() -> Self {
+        Self { kind: "?".to_owned(), bytes: 0, parameters: 0, layers: 0 }
+    }
+
     /// Of a file that is read no further than its table of tensors.
     ///
     /// # Errors

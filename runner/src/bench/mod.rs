@@ -123,20 +123,25 @@ pub trait Listener {
     fn done(&mut self, row: &Row, model: &Description, result: &Result<Measured>) -> Result<()>;
 }
 
-/// The models of rows, looked at before anything is measured: each is there, and the engine can do what the rows ask for.
+/// The models of rows, looked at before anything is measured: one at least is there, and the engine can do what the rows ask
+/// for. Rows of others will fail.
 ///
 /// # Errors
-/// Those of the files; [`Error::Argument`] for what the engine can not do.
+/// That of the first file, if none can be read; [`Error::Argument`] for what the engine can not do.
 pub fn check(rows: &[Row]) -> Result<Vec<(PathBuf, Description)>> {
-    let mut models: Vec<(PathBuf, Description)> = Vec::new();
+    let mut models: Vec<(PathBuf, Result<Description>)> = Vec::new();
     for row in rows {
         let file = &row.model.file;
         if !models.iter().any(|(known, _)| known == file) {
-            models.push((file.clone(), Description::open(file)?));
+            models.push((file.clone(), Description::open(file)));
         }
         row.check()?;
     }
-    Ok(models)
+    if models.iter().all(|(_, model)| model.is_err()) {
+        models.truncate(1);
+        return models.into_iter().map(|(file, model)| Ok((file, model?))).collect();
+    }
+    Ok(models.into_iter().map(|(file, model)| (file, model.unwrap_or_else(|_| Description::unknown()))).collect())
 }
 
 /// A model on a device.

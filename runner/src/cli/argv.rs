@@ -73,6 +73,13 @@ pub fn normalise(args: impl IntoIterator<Item = OsString>) -> Vec<OsString> {
     out
 }
 
+/// Whether words that may not make sense ask for JSON all the same.
+pub(super) fn asks_for_json(args: &[OsString]) -> bool {
+    let text = |at: usize| at > 0 && TEXT_FLAGS.iter().any(|flag| args[at - 1] == OsStr::new(flag));
+    let words = args.iter().take_while(|arg| *arg != OsStr::new("--"));
+    words.enumerate().any(|(at, arg)| arg == OsStr::new("--json") && !text(at))
+}
+
 fn rewrite(arg: &OsStr) -> Option<OsString> {
     let arg = arg.to_str()?;
     let (flag, value) = match arg.split_once('=') {

@@ -104,7 +104,7 @@ pub(super) fn run(flags: &Flags, out: &mut Output) -> Result<()> {
 }
 
 /// Refuses what is infinite or no number: nothing that follows from it means anything.
-fn finite(logits: &[f32]) -> Result<()> {
+pub(super) fn finite(logits: &[f32]) -> Result<()> {
     match logits.iter().position(|logit| !logit.is_finite()) {
         None => Ok(()),
         Some(at) => Err(Error::CheckFailed(format!("logits that are numbers: one is {}", logits[at]))),

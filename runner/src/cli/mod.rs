@@ -81,22 +81,27 @@ enum Command {
 impl Command {
     fn run(self) -> Result<()> {
         match self {
-            Self::Demo(flags) => demo::run(&flags, &mut Output::of_a_verdict(flags.json)),
-            Self::Run(flags) => run::run(&flags, &mut Output::new(flags.json)),
-            Self::Logits(flags) => logits::run(&flags, &mut Output::new(flags.json)),
-            Self::Perplexity(flags) => perplexity::run(&flags, &mut Output::new(flags.json)),
-            Self::Bench(flags) => bench::run(&flags, &mut Output::new(false)),
-            Self::Info(flags) => info::run(&flags, &mut Output::new(flags.json)),
-            Self::Tokenize(flags) => tokenize::run(&flags, &mut Output::new(flags.json)),
-            Self::Detokenize(flags) => detokenize::run(&flags, &mut Output::new(flags.json)),
-            Self::Ops(flags) => ops::run(&flags, &mut Output::of_a_verdict(flags.json)),
-            Self::Scenario(flags) => scenario::run(&flags, &mut Output::of_a_verdict(flags.json)),
-            Self::Replay(flags) => replay::run(&flags, &mut Output::new(flags.json)),
-            Self::Stress(flags) => stress::run(&flags, &mut Output::of_a_verdict(flags.json)),
-            Self::Synth(flags) => synth::run(&flags, &mut Output::new(flags.json)),
-            Self::Doctor(flags) => doctor::run(&flags, &mut Output::new(flags.json)),
+            Self::Demo(flags) => told(Output::of_a_verdict(flags.json), |out| demo::run(&flags, out)),
+            Self::Run(flags) => told(Output::new(flags.json), |out| run::run(&flags, out)),
+            Self::Logits(flags) => told(Output::new(flags.json), |out| logits::run(&flags, out)),
+            Self::Perplexity(flags) => told(Output::new(flags.json), |out| perplexity::run(&flags, out)),
+            Self::Bench(flags) => told(Output::of_rows(flags.json), |out| bench::run(&flags, out)),
+            Self::Info(flags) => told(Output::new(flags.json), |out| info::run(&flags, out)),
+            Self::Tokenize(flags) => told(Output::new(flags.json), |out| tokenize::run(&flags, out)),
+            Self::Detokenize(flags) => told(Output::new(flags.json), |out| detokenize::run(&flags, out)),
+            Self::Ops(flags) => told(Output::of_a_verdict(flags.json), |out| ops::run(&flags, out)),
+            Self::Scenario(flags) => told(Output::of_a_verdict(flags.json), |out| scenario::run(&flags, out)),
+            Self::Replay(flags) => told(Output::of_a_verdict(flags.json), |out| replay::run(&flags, out)),
+            Self::Stress(flags) => told(Output::of_a_verdict(flags.json), |out| stress::run(&flags, out)),
+            Self::Synth(flags) => told(Output::new(flags.json), |out| synth::run(&flags, out)),
+            Self::Doctor(flags) => told(Output::new(flags.json), |out| doctor::run(&flags, out)),
         }
     }
+}
+
+/// Does a command's work; a failure is a part of the output.
+fn told(mut out: Output, work: impl FnOnce(&mut Output) -> Result<()>) -> Result<()> {
+    work(&mut out).inspect_err(|error| out.failure(error))
 }
 
 /// How a run of the command line ended, where it did not simply work.
@@ -114,8 +119,18 @@ pub enum Failure {
 /// What the words or the work did not allow; a reader that closed the pipe is no error.
 pub fn run(args: impl IntoIterator<Item = OsString>) -> std::result::Result<(), Failure> {
     let command = argv::as_llama_reads(Cli::command());
-    let matches = command.try_get_matches_from(normalise(args)).map_err(Failure::Words)?;
-    let cli = Cli::from_arg_matches(&matches).map_err(Failure::Words)?;
+    let args = normalise(args);
+    let json = argv::asks_for_json(&args);
+    let parsed = command.try_get_matches_from(args).and_then(|matches| Cli::from_arg_matches(&matches));
+    let cli = parsed.map_err(|error| {
+        if json && error.use_stderr() {
+            let text = error.to_string();
+            let what = text.split("\n\n").next().unwrap_or_default().trim_start_matches("error: ");
+            // Nobody reading is fine.
+            let _ = Output::new(true).document(&output::failure(what, Some("evergraph help"), 2));
+        }
+        Failure::Words(error)
+    })?;
     match cli.command.run() {
         Err(crate::Error::Output(error)) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
         Err(error) => Err(Failure::Work(error)),

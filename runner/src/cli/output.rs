@@ -2,7 +2,7 @@
 
 use std::io::{IsTerminal, Write};
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::error::{Error, Result};
 
@@ -12,17 +12,26 @@ pub(super) struct Output {
     json: bool,
     /// The command's exit status is a verdict: it goes on when nobody reads any more.
     verdict: bool,
+    /// A failure is to be told as JSON too.
+    json_failure: bool,
+    /// Whether there is something of the result.
+    begun: bool,
 }
 
 impl Output {
     pub(super) fn new(json: bool) -> Self {
-        Self { json, verdict: false }
+        Self { json, verdict: false, json_failure: json, begun: false }
+    }
+
+    /// For a command that writes its rows one by one, in a format of its own; whether that is one JSON document.
+    pub(super) fn of_rows(json: bool) -> Self {
+        Self { json_failure: json, ..Self::new(false) }
     }
 
     /// For commands whose exit status is a verdict: a reader that closes the pipe must not turn a failed check
     /// into a success, so the work goes on unheard.
     pub(super) fn of_a_verdict(json: bool) -> Self {
-        Self { json, verdict: true }
+        Self { verdict: true, ..Self::new(json) }
     }
 
     /// Whether the result is one JSON document.
@@ -45,13 +54,29 @@ impl Output {
         if self.json { self.write(&format!("{value}\n")) } else { Ok(()) }
     }
 
-    fn write(&self, text: &str) -> Result<()> {
+    /// Writes the JSON document of a failure before there was any result. Nothing in text mode, or where one was begun: a
+    /// script finds one document.
+    pub(super) fn failure(&mut self, error: &Error) {
+        if self.json_failure && !self.begun {
+            let (what, advice) = error.parts();
+            // Nobody reading is fine: the error is told, and stays the exit status.
+            let _ = self.write(&format!("{}\n", failure(&what, advice.as_deref(), error.exit_status())));
+        }
+    }
+
+    fn write(&mut self, text: &str) -> Result<()> {
+        self.begun |= !text.is_empty();
         let mut out = std::io::stdout().lock();
         match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
             Err(error) if self.verdict && error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
             written => written.map_err(Error::Output),
         }
     }
+}
+
+/// What stands in place of a result that there is none of.
+pub(super) fn failure(what: &str, advice: Option<&str>, exit_status: u8) -> Value {
+    json!({ "error": { "what": what, "try": advice, "exit_status": exit_status } })
 }
 
 /// Says something to the person who watches. Nobody listening is fine.

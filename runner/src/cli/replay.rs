@@ -65,7 +65,11 @@ pub(super) fn run(flags: &Flags, out: &mut Output) -> Result<()> {
     };
     let report = one(flags, &device, mode(flags.pool), policy)?;
     out.document(&document(&report))?;
-    out.line(report.to_string())
+    out.line(report.to_string())?;
+    match report.ooms {
+        0 => Ok(()),
+        missed => Err(Error::CheckFailed(format!("the trace fits: {missed} of its requests found no memory"))),
+    }
 }
 
 fn one(flags: &Flags, device: &Device, mode: PoolMode, policy: Policy) -> Result<Report> {

@@ -7,6 +7,7 @@ use std::time::Instant;
 use serde_json::{Value, json};
 
 use super::flags::{DeviceFlags, EngineFlags, ModelFlags, SamplingFlags, TokenList};
+use super::logits::finite;
 use super::output::{Output, progress, say};
 use super::size::format_size;
 use crate::chat::{ChatTemplate, Message, Part, Render, Reply};
@@ -184,6 +185,10 @@ fn generate(
     let mut stream = TextStream::new();
     let mut reply = tokenizer.filter(|_| flags.chat).map(|tokenizer| Reply::new(tokenizer, prompt));
     let mut next = if wanted > 0 { Some(session.pick()?) } else { None };
+    if next.is_some() {
+        // Later ones are looked at where they are chosen from: on the device, and no further than the best.
+        finite(&session.last_logits()?)?;
+    }
     result.prompt_ms = ms(start);
 
     let start = Instant::now();

@@ -8,7 +8,7 @@ use serde_json::Value;
 use super::data;
 
 fn command(words: &[&str]) -> Command {
-    super::command(&[&["bench", "--device", "host"], words].concat())
+    super::command(&[&["bench", "--device", "host"][..], words].concat())
 }
 
 fn bench(words: &[&str]) -> Output {

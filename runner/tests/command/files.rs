@@ -78,7 +78,9 @@ fn owned(value: Value<'_>) -> MetaValue {
 
 #[test]
 fn a_model_taken_apart_and_put_together_is_the_same_model() {
-    let copy = Scratch::new("copy.gguf", &Parts::new().bytes());
+    let bytes = Parts::new().bytes();
+    assert!(Gguf::parse(Bytes::copy_of(&bytes)).is_ok(), "it can be held in memory");
+    let copy = Scratch::new("copy.gguf", &bytes);
     let words =
         |model: &str| works(&["logits", "-m", model, "--tokens", "2,315,331", "--decode", "3"])["last_logits"].clone();
     assert_eq!(words(copy.path()), words(&data("gemma3.gguf")));
