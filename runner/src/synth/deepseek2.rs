@@ -179,3 +179,29 @@ impl Model {
         list.matrix(name("ffn_down_exps"), &[hidden, width, self.experts]);
     }
 }
+
+/// As [`MODELS`], but of a size that runs in a test.
+#[cfg(test)]
+pub(super) fn tiny() -> impl Iterator<Item = Model> {
+    MODELS.iter().map(
+        |&Model { name, layers, query_rank, dense, shared, groups, scale, gating, log_multiplier, .. }| Model {
+            name,
+            layers,
+            context: 4096,
+            vocabulary: 512,
+            width: 128,
+            heads: 4,
+            query_rank: query_rank.min(64),
+            dense,
+            hidden: 96,
+            experts: 16,
+            used: 3,
+            expert_hidden: 64,
+            shared,
+            groups: groups.map(|groups| groups.min(8)),
+            scale,
+            gating,
+            log_multiplier,
+        },
+    )
+}

@@ -158,8 +158,8 @@ fn plan(options: &Options) -> Result<(&'static str, usize, Writer, Vec<Tensor>)>
             model.tensors(layers, options.quant, &mut tensors);
         }
         Known::DeepSeek4 => {
-            deepseek4::metadata(layers, &mut writer);
-            deepseek4::tensors(layers, options.quant, &mut tensors);
+            deepseek4::FLASH.metadata(layers, &mut writer);
+            deepseek4::FLASH.tensors(layers, options.quant, &mut tensors);
         }
     }
     for tensor in &tensors {

@@ -3,11 +3,15 @@
 
 use std::io;
 use std::path::PathBuf;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 use super::random::Random;
 use super::*;
-use crate::gguf::Gguf;
+use crate::engine::{ExpertTally, Runtime, RuntimeConfig, Session, SessionConfig};
+use crate::gguf::{Bytes, Gguf};
+use crate::models;
+use crate::placement::{Home, Names, Placement, Rule};
+use crate::sampling::Sampling;
 
 /// A folder that goes with the test.
 struct Folder(PathBuf);
@@ -95,8 +99,8 @@ fn every_number_of_layers_and_every_type_makes_a_plan() {
     }
 }
 
-/// A tiny model: the metadata of a real one, few weights.
-fn small(threads: usize, seed: u64) -> Vec<u8> {
+/// A file in memory.
+fn written(mut writer: Writer, tensors: &[Tensor], threads: usize, seed: u64) -> Vec<u8> {
     #[derive(Debug)]
     struct Memory(Mutex<Vec<u8>>);
     impl write::Target for Memory {
@@ -105,7 +109,18 @@ fn small(threads: usize, seed: u64) -> Vec<u8> {
             Ok(())
         }
     }
-    let mut writer = Writer::new();
+    for tensor in tensors {
+        writer.tensor_apart(&*tensor.name, tensor.ty, &tensor.dims);
+    }
+    let plan = writer.plan().unwrap();
+    let memory = Memory(Mutex::new(vec![0; plan.bytes as usize]));
+    let work = write::Work { header: &plan.header, places: &plan.places, tensors, seed };
+    write::all(&memory, &work, threads, &|_, _| ()).unwrap();
+    memory.0.into_inner().unwrap()
+}
+
+/// A tiny model: few weights, and no metadata.
+fn small(threads: usize, seed: u64) -> Vec<u8> {
     let tensors: Vec<Tensor> = [(QuantType::Q4_0, 10 << 20), (QuantType::F32, 2 << 20), (QuantType::Q6_K, 9 << 20)]
         .into_iter()
         .map(|(ty, weights)| Tensor {
@@ -115,14 +130,60 @@ fn small(threads: usize, seed: u64) -> Vec<u8> {
             values: shapes::Values::Random(0.1),
         })
         .collect();
-    for tensor in &tensors {
-        writer.tensor_apart(&*tensor.name, tensor.ty, &tensor.dims);
+    written(Writer::new(), &tensors, threads, seed)
+}
+
+/// Runs a model with its experts on the host; gives the last logits, and how many of the chosen experts were of the half that
+/// the device keeps.
+fn run(architecture: &str, mut writer: Writer, tensors: &[Tensor]) -> (Vec<f32>, ExpertTally) {
+    writer.put("general.architecture", architecture);
+    let file = Arc::new(Gguf::parse(Bytes::copy_of(&written(writer, tensors, 2, 1))).unwrap());
+    let runtime = Arc::new(Runtime::host(RuntimeConfig::default()).unwrap());
+    let rules = vec![Rule { names: Names::ExpertsBelow(usize::MAX), home: Home::Host }];
+    let placement = Placement { rules, ..Placement::default() };
+    let model = Arc::new(models::load_placed(file, &runtime, &placement).unwrap());
+    let experts = tensors.iter().filter(|tensor| tensor.name.contains("_exps"));
+    let bytes: usize = experts.map(|tensor| (tensor.dims.iter().product::<u64>() / 32 * 18) as usize).sum();
+    let mut settings = SessionConfig::default();
+    (settings.context, settings.ubatch, settings.expert_cache) = (Some(300), 64, Some(bytes / 2));
+    let mut session = Session::new(runtime, model, settings).unwrap();
+    session.set_sampling(&Sampling::greedy(), &[]).unwrap();
+    session.feed(&(0..150).map(|id| id * 7 % 512).collect::<Vec<_>>(), |_, _, _| Ok(())).unwrap();
+    session.pick().unwrap();
+    for id in 0..130 {
+        session.take_next(id * 37 % 512).unwrap();
+        session.decode().unwrap();
     }
-    let plan = writer.plan().unwrap();
-    let memory = Memory(Mutex::new(vec![0; plan.bytes as usize]));
-    let work = write::Work { header: &plan.header, places: &plan.places, tensors: &tensors, seed };
-    write::all(&memory, &work, threads, &|_, _| ()).unwrap();
-    memory.0.into_inner().unwrap()
+    (session.last_logits().unwrap(), session.expert_tally().unwrap().unwrap_or_default())
+}
+
+#[test]
+fn deepseeks_of_few_layers_run_and_their_tokens_go_to_all_experts() {
+    let check = |name: &str, layers: usize, moe: usize, (logits, tally): (Vec<f32>, ExpertTally)| {
+        let what = format!("{name}, {layers} layers: {tally:?}");
+        assert!(logits.iter().all(|logit| logit.is_finite()), "{what}");
+        let deviation = (logits.iter().map(|x| x * x).sum::<f32>() / logits.len() as f32).sqrt();
+        assert!((0.3..10.0).contains(&deviation), "{what}: logits have a deviation of {deviation}");
+        assert_eq!(tally.chosen as usize, 130 * 3 * moe, "{what}");
+        // Half of the experts are there. Where all tokens took the same ones, all would be, and soon.
+        let share = tally.hits as f64 / tally.chosen.max(1) as f64;
+        assert!(moe == 0 || (0.42..0.57).contains(&share), "{what}");
+    };
+    for model in deepseek2::tiny() {
+        for layers in [1, 4] {
+            let (mut writer, mut tensors) = (Writer::new(), Vec::new());
+            model.metadata(layers, &mut writer);
+            model.tensors(layers, QuantType::Q4_0, &mut tensors);
+            let dense = tensors.iter().filter(|tensor| tensor.name.ends_with(".ffn_up.weight")).count();
+            check(model.name, layers, layers - dense, run(deepseek2::ARCHITECTURE, writer, &tensors));
+        }
+    }
+    for layers in [1, 4] {
+        let (mut writer, mut tensors) = (Writer::new(), Vec::new());
+        deepseek4::TINY.metadata(layers, &mut writer);
+        deepseek4::TINY.tensors(layers, QuantType::Q4_0, &mut tensors);
+        check(deepseek4::NAME, layers, layers, run(deepseek4::ARCHITECTURE, writer, &tensors));
+    }
 }
 
 #[test]
