@@ -22,6 +22,8 @@
 #define COLUMNS 64u
 // Most elements of a query, in 128s.
 #define MOST_QUARTERS 5u
+// Most slices of a text.
+#define MOST_SLICES 256u
 // Weights are at most this: their lower halves are no subnormal numbers then, but for the least.
 #define WEIGHT 4096.0f
 
@@ -200,47 +202,61 @@ template <u32 SETS> struct Block {
     // Scores to weights, a warp a row of each set: pairs of keys as (upper halves, lower halves), in the place of part 0.
     EVG_DEVICE void weigh(u32 count, const Sharing& sharing, bool first) const {
         const u32 lane = lane_id();
+        float v[SETS][4], old[SETS], before[SETS], top[SETS], total[SETS];
 #pragma unroll
         for (u32 s = 0; s < SETS; s++) {
             const u32 row = 8 * s + warp;
-            float v[4];
+            const float* of = scores + row * sharing.pitch + 2 * lane;
+            float2 sums_of[2] = {};
+            // Keys behind the 64th have one part.
+#pragma unroll
+            for (u32 part = 0; part < WARPS; part++) {
+                if (part >= sharing.parts || 2 * lane >= count) continue;
+                const float2 more = *reinterpret_cast<const float2*>(of + part * ROWS * sharing.pitch);
+                sums_of[0].x += more.x, sums_of[0].y += more.y;
+            }
+            if (64 + 2 * lane < count) sums_of[1] = *reinterpret_cast<const float2*>(of + 64);
 #pragma unroll
             for (u32 p = 0; p < 2; p++) {
                 const u32 k = 64 * p + 2 * lane;
-                float2 sum = make_float2(0.0f, 0.0f);
-                if (k < count) {
-#pragma unroll 1
-                    for (u32 part = 0; part < sharing.parts; part++) {
-                        const float2 more = *reinterpret_cast<const float2*>(scores + (part * ROWS + row) * sharing.pitch + k);
-                        sum.x += more.x, sum.y += more.y;
-                    }
-                }
-                v[2 * p] = k < count ? capped(sum.x * scales[row]) : -infinity();
-                v[2 * p + 1] = k + 1 < count ? capped(sum.y * scales[row]) : -infinity();
+                v[s][2 * p] = k < count ? capped(sums_of[p].x * scales[row]) : -infinity();
+                v[s][2 * p + 1] = k + 1 < count ? capped(sums_of[p].y * scales[row]) : -infinity();
             }
-            const float old = first ? -infinity() : tops[row], before = first ? 0.0f : sums[row];
-            const float top = fmaxf(old, warp_max(fmaxf(fmaxf(v[0], v[1]), fmaxf(v[2], v[3]))));
+            old[s] = first ? -infinity() : tops[row], before[s] = first ? 0.0f : sums[row];
+            top[s] = fmaxf(fmaxf(v[s][0], v[s][1]), fmaxf(v[s][2], v[s][3]));
+        }
+        together<Max>(top);
+#pragma unroll
+        for (u32 s = 0; s < SETS; s++) {
+            top[s] = fmaxf(old[s], top[s]);
             // Nothing to see so far: weights of zero.
-            const bool none = top == -infinity();
-            float total = 0.0f;
+            const bool none = top[s] == -infinity();
 #pragma unroll
-            for (u32 i = 0; i < 4; i++) {
-                v[i] = none ? 0.0f : expf(v[i] - top);
-                total += v[i];
-            }
-            total = warp_sum(total);
+            for (u32 i = 0; i < 4; i++) v[s][i] = none ? 0.0f : expf(v[s][i] - top[s]);
+            total[s] = (v[s][0] + v[s][1]) + (v[s][2] + v[s][3]);
 #pragma unroll
             for (u32 p = 0; p < 2; p++) {
                 const u32 k = 64 * p + 2 * lane;
-                const Halves a(v[2 * p] * WEIGHT), b(v[2 * p + 1] * WEIGHT);
+                const Halves a(v[s][2 * p] * WEIGHT), b(v[s][2 * p + 1] * WEIGHT);
                 if (k < 16 * sharing.groups)
-                    *reinterpret_cast<uint2*>(scores + row * sharing.pitch + k) = make_uint2(pair(a.upper, b.upper), pair(a.lower, b.lower));
+                    *reinterpret_cast<uint2*>(scores + (8 * s + warp) * sharing.pitch + k) = make_uint2(pair(a.upper, b.upper), pair(a.lower, b.lower));
             }
-            __syncwarp();
-            if (lane == 0) {
-                const float factor = old == -infinity() ? 0.0f : expf(old - top);
-                tops[row] = top, factors[row] = factor, sums[row] = fmaf(before, factor, total);
-            }
+        }
+        together<Sum>(total);
+        __syncwarp();
+#pragma unroll
+        for (u32 s = 0; s < SETS; s++) {
+            const u32 row = 8 * s + warp;
+            if (lane > 0) continue;
+            const float factor = old[s] == -infinity() ? 0.0f : expf(old[s] - top[s]);
+            tops[row] = top[s], factors[row] = factor, sums[row] = fmaf(before[s], factor, total[s]);
+        }
+    }
+    // Several reductions of a warp, none of which waits for another.
+    template <class Op> static EVG_DEVICE void together(float (&values)[SETS]) {
+        for (int distance = 16; distance > 0; distance >>= 1) {
+#pragma unroll
+            for (u32 s = 0; s < SETS; s++) values[s] = Op::template of<float>(values[s], __shfl_xor_sync(FULL_WARP, values[s], distance));
         }
     }
     EVG_DEVICE float capped(float score) const { return in.softcap > 0.0f ? in.softcap * tanhf(score / in.softcap) : score; }
@@ -400,67 +416,65 @@ template <u32 SETS> struct Block {
     // The last blocks to come here, so many as help, put all slices together.
     EVG_DEVICE void put_together(const Slice& slice) const {
         __shared__ u32 arrived;
-        u32* counter = in.counters + slot();
-        const u32 helping = min_u32(in.helpers, slice.all);
-        __threadfence();
+        const u32 n = slice.all, helping = min_u32(in.helpers, n);
         __syncthreads();
         if (threadIdx.x == 0) {
-            arrived = atomicAdd(counter, 1u);
-            if (arrived + helping >= slice.all) {
-                while (*reinterpret_cast<volatile u32*>(counter) < slice.all) {}
-                // Who has seen that all are there says so; the last of them leaves a zero.
-                if (atomicAdd(counter, 1u) == slice.all + helping - 1) atomicExch(counter, 0u);
-            }
+            u32* counter = in.counters + slot();
+            // What all threads of the block wrote is to be seen by whoever sees the count.
             __threadfence();
+            arrived = atomicAdd(counter, 1u);
+            if (arrived + helping >= n) {
+                while (*reinterpret_cast<volatile u32*>(counter) < n) {}
+                // Who has seen that all are there says so; the last of them leaves a zero.
+                if (atomicAdd(counter, 1u) == n + helping - 1) atomicExch(counter, 0u);
+                __threadfence();
+            }
         }
         __syncthreads();
-        if (arrived + helping < slice.all) return;
-        const u32 helper = arrived + helping - slice.all, lane = lane_id(), n = slice.all;
-        // What each slice's values of a row are multiplied with.
-        float* weights = reinterpret_cast<float*>(queries);
-        float4* sums_of = reinterpret_cast<float4*>(weights + ROWS * ceil_div(in.slices, 4u) * 4);
-#pragma unroll 1
-        for (u32 row = warp; row < rows; row += WARPS) {
-            float top = -infinity(), sum = 0.0f;
-#pragma unroll 4
-            for (u32 i = lane; i < n; i += 32) {
-                const float2 stand = __ldcg(stand_of(i, row));
-                weights[row * in.slices + i] = stand.x;
-                top = fmaxf(top, stand.x);
-            }
-            top = warp_max(top);
-            for (u32 i = lane; i < n; i += 32) {
-                const float own = weights[row * in.slices + i], factor = own == -infinity() ? 0.0f : expf(own - top);
-                sum = fmaf(__ldcg(stand_of(i, row)).y, factor, sum);
-                weights[row * in.slices + i] = factor;
-            }
-            sum = warp_sum(sum);
-            const float factor = last_factor(row, top, sum);
-            for (u32 i = lane; i < n; i += 32) weights[row * in.slices + i] *= factor;
-        }
-        __syncthreads();
+        if (arrived + helping < n) return;
+        const u32 helper = arrived + helping - n, lane = lane_id();
+        float4* parts = queries_as<float4>();
         // Warps that share a part of a row, 128 columns or what there is.
         const u32 sharers = n <= 8 ? 1 : n <= 16 ? 2 : n <= 32 ? 4 : 8, at_once = WARPS / sharers, sharer = warp % sharers;
         const u32 width = min_u32(in.dv, 128), pieces = in.dv / width, items = rows * pieces;
-        const bool mine = 4 * lane < width;
 #pragma unroll 1
         for (u32 first = helper * at_once; first < items; first += helping * at_once) {
             const u32 item = first + warp / sharers, row = min_u32(item / pieces, rows - 1), column = item % pieces * width + 4 * lane;
-            const bool there = item < items && mine;
-            float v[4] = {};
-            if (there) {
-#pragma unroll 8
-                for (u32 i = sharer; i < n; i += sharers) {
-                    const float4 x = __ldcg(reinterpret_cast<const float4*>(part_of(i, row) + column));
-                    const float weight = weights[row * in.slices + i];
-                    v[0] = fmaf(x.x, weight, v[0]), v[1] = fmaf(x.y, weight, v[1]), v[2] = fmaf(x.z, weight, v[2]), v[3] = fmaf(x.w, weight, v[3]);
+            const bool there = item < items && 4 * lane < width;
+            // Slice `lane + 32 j`.
+            float2 stands[MOST_SLICES / 32];
+#pragma unroll
+            for (u32 j = 0; j < MOST_SLICES / 32; j++)
+                stands[j] = lane + 32 * j < n ? __ldcg(stand_of(lane + 32 * j, row)) : make_float2(-infinity(), 0.0f);
+            float v[4] = {}, weights[MOST_SLICES / 32] = {};
+const float* of = part_of(0, row) + column;
+            const u32 stride = ROWS * in.dv;
+#pragma unroll 1
+            for (u32 turn = 0; turn < n; turn += 8 * sharers) {
+                float4 x[8];
+#pragma unroll
+                for (u32 k = 0; k < 8; k++) {
+                    const u32 i = turn + sharer + sharers * k;
+                    x[k] = there && i < n ? __ldcg(reinterpret_cast<const float4*>(of + u64(i) * stride)) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
                 }
+                if (turn == 0) weigh_slices(row, stands, weights);
+#pragma unroll
+                for (u32 k = 0; k < 8; k++) {
+                    // Eight sharers have slices of all lanes, fewer those of the first 32 only.
+                    const float own = sharers == 8 ? weights[k / 4] : weights[0];
+                    const float weight = __shfl_sync(FULL_WARP, own, int(sharers == 8 ? sharer + 8 * (k % 4) : (sharer + sharers * k) % 32));
+                    v[0] = fmaf(x[k].x, weight, v[0]), v[1] = fmaf(x[k].y, weight, v[1]);
+                    v[2] = fmaf(x[k].z, weight, v[2]), v[3] = fmaf(x[k].w, weight, v[3]);
+                }
+                // Those of the next 64 slices.
+#pragma unroll
+                for (u32 j = 2; j < MOST_SLICES / 32; j++) weights[j - 2] = weights[j];
             }
             if (sharers > 1) {
-                sums_of[warp * 32 + lane] = make_float4(v[0], v[1], v[2], v[3]);
+                parts[warp * 32 + lane] = make_float4(v[0], v[1], v[2], v[3]);
                 __syncthreads();
                 for (u32 other = 1; other < sharers && sharer == 0; other++) {
-                    const float4 more = sums_of[(warp + other) * 32 + lane];
+                    const float4 more = parts[(warp + other) * 32 + lane];
                     v[0] += more.x, v[1] += more.y, v[2] += more.z, v[3] += more.w;
                 }
                 // The next ones go to the same place.
@@ -469,6 +483,23 @@ template <u32 SETS> struct Block {
             if (sharer == 0) store(row, column, v, there);
         }
     }
+
+    // Greatest scores and sums of a row's slices to what their values are multiplied with.
+    EVG_DEVICE void weigh_slices(u32 row, const float2 (&stands)[MOST_SLICES / 32], float (&weights)[MOST_SLICES / 32]) const {
+        float top = -infinity(), sum = 0.0f;
+#pragma unroll
+        for (u32 j = 0; j < MOST_SLICES / 32; j++) top = fmaxf(top, stands[j].x);
+        top = warp_max(top);
+#pragma unroll
+        for (u32 j = 0; j < MOST_SLICES / 32; j++) {
+            weights[j] = stands[j].x == -infinity() ? 0.0f : expf(stands[j].x - top);
+            sum = fmaf(stands[j].y, weights[j], sum);
+        }
+        const float factor = last_factor(row, top, warp_sum(sum));
+#pragma unroll
+        for (u32 j = 0; j < MOST_SLICES / 32; j++) weights[j] *= factor;
+    }
+    template <class T> EVG_DEVICE T* queries_as() const { return reinterpret_cast<T*>(queries); }
 };
 
 template <u32 SETS> static EVG_DEVICE void attend(const Inputs& in) {

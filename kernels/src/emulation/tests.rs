@@ -2,12 +2,14 @@
 
 use std::collections::BTreeSet;
 
+use evergraph_pool::driver::StreamHandle;
 use evergraph_pool::driver::host::{HostConfig, HostDevice};
 
 use super::*;
 use crate::KernelError;
-use crate::cases::{Bench, Tensors, cases};
-use crate::ops::{ExpertMatMul, GatherExperts, GetRows, Op};
+use crate::cases::{Bench, Case, Tensors, cases};
+use crate::ops::{Attention, Call, ExpertMatMul, GatherExperts, GetRows, Op, Spread, TensorView};
+use crate::quant::QuantType;
 
 fn emulation() -> Option<&'static Emulation> {
     match Emulation::of_this_crate() {
@@ -152,4 +154,96 @@ fn residual_streams_and_tails_of_heads_agree_with_the_host_device() {
 #[test]
 fn compressed_keys_and_attention_over_them_agree_with_the_host_device() {
     run(&["compress_keys", "index_scores", "index_top", "compressed_attention", "hash_router"]);
+}
+
+/// Attention whose keys are spread over so many slices as on a large device, of at least so many keys. One block puts them
+/// together: emulated blocks run one after the other, and can not wait for each other.
+#[derive(Debug)]
+struct Wide {
+    op: Attention,
+    slices: u32,
+    least: u32,
+}
+
+impl Op for Wide {
+    fn name(&self) -> &'static str {
+        self.op.name()
+    }
+
+    fn reads(&self) -> Vec<&TensorView> {
+        self.op.reads()
+    }
+
+    fn writes(&self) -> Vec<&TensorView> {
+        self.op.writes()
+    }
+
+    fn leftovers(&self) -> Vec<&TensorView> {
+        self.op.leftovers()
+    }
+
+    fn check(&self) -> Result<(), KernelError> {
+        self.op.check()
+    }
+
+    fn call(&self) -> Call {
+        self.op.call()
+    }
+
+    fn enqueue(&self, kernels: &Kernels, stream: StreamHandle) -> Result<(), KernelError> {
+        if kernels.device().backend == "host" {
+            return self.op.enqueue(kernels, stream);
+        }
+        let launches = self.op.launches(kernels.device());
+        let [launch] = &launches[..] else { panic!("{launches:?}") };
+        let mut config = launch.config;
+        config.grid[0] = self.slices;
+        let mut args = launch.args.as_bytes().to_vec();
+        let last = args.len() - 12;
+        for (to, value) in args[last..].chunks_exact_mut(4).zip([self.slices, self.least, 1]) {
+            to.copy_from_slice(&value.to_ne_bytes());
+        }
+        kernels.launch(launch.kernel, &config, &args, stream)
+    }
+}
+
+#[test]
+fn slices_of_a_long_text_are_put_together_however_many_there_are() {
+    let Some(emulation) = emulation() else { return };
+    let host = Bench::new(Kernels::load(driver()).unwrap(), 0).unwrap();
+    let orders = [Order::Up, Order::Mixed].map(|order| Bench::new(emulation.on(driver(), order).unwrap(), 0).unwrap());
+    // As many keys as make so many slices of 16.
+    for (slices, heads, dv) in
+        [(3, 2, 64), (8, 3, 128), (9, 9, 64), (16, 2, 256), (17, 1, 64), (33, 2, 64), (71, 2, 64), (256, 1, 64)]
+    {
+        let case = Case::new("attention", format!("{slices} slices"), 5e-6, move |t| {
+            let rows = 16 * slices;
+            let typed = |t: &mut Tensors<'_>, cols: usize| {
+                let values = t.random(rows * cols);
+                t.typed(QuantType::F16, &[rows, 1, cols], &values)
+            };
+            let (k, v) = (typed(t, 32)?, typed(t, dv)?);
+            let (room, counters) =
+                (Attention::room(1, heads, 1, dv).unwrap(), Attention::counters(1, heads, 1).unwrap());
+            let op = Attention {
+                q: t.noise(&[1, heads, 32])?,
+                k,
+                v,
+                positions: t.ints(&[1], &[rows as i32 - 1])?,
+                out: t.output(&[1, heads, dv])?,
+                scale: 0.7,
+                window: None,
+                softcap: None,
+                sinks: Some(t.noise(&[heads])?),
+                ring: false,
+                codes: None,
+                spread: Some(Spread { room: t.output(&[room])?, counters: t.ints(&[counters], &vec![0; counters])? }),
+            };
+            Ok(Box::new(Wide { op, slices: slices as u32, least: 16 }))
+        });
+        let outcome = case.run(&orders[0], &host).unwrap();
+        assert!(outcome.passed(), "{case:?}: {} at {}", outcome.error, outcome.place);
+        let outcome = case.run(&orders[1], &orders[0]).unwrap();
+        assert_eq!(outcome.error, 0.0, "{case:?}: another order gives other bits at {}", outcome.place);
+    }
 }

@@ -25,6 +25,9 @@ const TILE_THREADS: u32 = 128;
 /// Keys of a slice at least, where there are several; twice as many are still one.
 const LEAST: usize = 64;
 
+/// Most slices of a text.
+const MOST_SLICES: usize = 256;
+
 /// Bytes of shared memory that a block has without asking for more, but for what kernels of attention have besides.
 const SHARED_BYTES: usize = 48 * 1024 - 512;
 
@@ -68,15 +71,15 @@ fn spread_keys(op: &Attention, spread: &Spread, device: &DeviceInfo) -> Option<L
     // As many slices as make a block or two for each multiprocessor, as there is room for, and as the longest text has.
     let blocks = device.multiprocessors.max(1) as usize * 16 / rows;
     let fits = spread.room.dim(0) / (slots * rows * (dv + 2));
-    let most = capacity.div_ceil(LEAST).min(fits).min(4096 / rows);
+    let most = capacity.div_ceil(LEAST).min(fits).min(MOST_SLICES);
     let slices = (blocks / slots).clamp(1, most.max(1));
     if fits == 0 {
         return None;
     }
-    // Queries, scores of a tile; then parts of values; then what slices are weighted with.
+    // Queries, scores of a tile; then parts of values, of the warps of a block and of slices.
     let queries = 2 * rows * d * 2;
     let parts = (8 / (dv / 64) - 1) * rows * dv * 4;
-    let shared = (queries + rows * 160 * 4).max(parts).max(rows * slices.next_multiple_of(4) * 4 + 4096);
+    let shared = (queries + rows * 160 * 4).max(parts).max(4096);
     if shared > SHARED_BYTES {
         return None;
     }
@@ -85,9 +88,9 @@ fn spread_keys(op: &Attention, spread: &Spread, device: &DeviceInfo) -> Option<L
     config.shared_bytes = to_u32(shared);
     let mut args = op.call().args;
     args.ptr(spread.room.ptr()).ptr(spread.counters.ptr());
-    // Blocks that wait for each other are to have a place at the same time, with some to spare.
-    let helpers = if device.multiprocessors < 16 { 1 } else { device.multiprocessors / 2 };
-    args.u32(to_u32(slices)).u32(to_u32(LEAST)).u32(helpers);
+    // Blocks that wait for others are fewer than half of the places that there are at least, so that the others find one.
+    let helpers = if device.multiprocessors < 16 { 1 } else { (device.multiprocessors as usize / 2 - 1) / slots };
+    args.u32(to_u32(slices)).u32(to_u32(LEAST)).u32(to_u32(helpers.max(1)));
     let kernel = if rows == 8 { "attention_split_8" } else { "attention_split_16" };
     Some(Launch { kernel, config, args })
 }
