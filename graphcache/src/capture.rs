@@ -112,10 +112,16 @@ pub(crate) fn capture<E>(
     let start = Instant::now();
     // Windows open before the recording and close after it; on an early way out they cancel after it ended.
     let mut windows: SmallVec<[Window; 2]> = SmallVec::new();
+    // An arena is of one stream.
+    let there = if matches!(policy, ScratchPolicy::Shared(_)) { ScratchPolicy::Pin } else { policy.clone() };
     let first = request.pool.begin_window(Arc::clone(&dependent), policy);
     windows.push(first.map_err(Failure::of)?);
     for pool in request.others {
         windows.push(pool.begin_declarations(Arc::clone(&dependent)).map_err(Failure::of)?);
+    }
+    for (pool, stream) in request.beside {
+        let window = pool.begin_window_on(Arc::clone(&dependent), stream, there.clone());
+        windows.push(window.map_err(Failure::of)?);
     }
     let notes = Notes::default();
     let mode = if mutant::is("cache.global-mode") { CaptureMode::Global } else { config.mode };

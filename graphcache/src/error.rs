@@ -74,6 +74,12 @@ pub enum CacheError {
     /// A result was asked of a request whose policy is no arena.
     #[error("results that share memory live in an arena; give the request the policy `Shared`")]
     NoArena,
+    /// Scratch was asked for on a device that the request does not say that its work goes to.
+    #[error("the request has no device {lane} beside its own; name it with `beside`")]
+    NoLane {
+        /// The number that was asked for.
+        lane: usize,
+    },
     /// There is no such result, or it is not of that type.
     #[error("the last run of the graph has no result {index} of that type")]
     NoOutput {

@@ -411,8 +411,11 @@ impl<E: From<CacheError>> Run<'_, '_, E> {
     fn ready(&self, misses: &[Miss]) -> bool {
         let mut held = Vec::with_capacity(misses.len());
         misses.iter().all(|miss| {
-            let pool = self.request.pools().find(|pool| pool.id() == miss.pool);
-            let slice = pool.map(|pool| pool.alloc_for::<u8>(miss.requested_bytes, miss.purpose, self.request.stream));
+            let request = self.request;
+            let pool = request.pools().find(|pool| pool.id() == miss.pool);
+            let lane = request.beside.iter().find(|(pool, _)| pool.id() == miss.pool);
+            let stream = lane.map_or(request.stream, |(_, stream)| *stream);
+            let slice = pool.map(|pool| pool.alloc_for::<u8>(miss.requested_bytes, miss.purpose, stream));
             slice.is_some_and(|slice| slice.map(|slice| held.push(slice)).is_ok())
         })
     }

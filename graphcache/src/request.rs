@@ -11,6 +11,7 @@ pub struct Request<'a> {
     pub(crate) key: &'a GraphKey,
     pub(crate) pool: &'a Pool,
     pub(crate) others: &'a [&'a Pool],
+    pub(crate) beside: &'a [(&'a Pool, &'a Stream)],
     pub(crate) stream: &'a Stream,
     pub(crate) policy: ScratchPolicy,
     pub(crate) bound: &'a [AllocationId],
@@ -22,7 +23,17 @@ impl<'a> Request<'a> {
     /// The graph of `key` on `stream`, with scratch from `pool`, pinned.
     #[must_use]
     pub fn new(key: &'a GraphKey, pool: &'a Pool, stream: &'a Stream) -> Self {
-        Self { key, pool, others: &[], stream, policy: ScratchPolicy::Pin, bound: &[], touches: &[], modules: 0 }
+        Self {
+            key,
+            pool,
+            others: &[],
+            beside: &[],
+            stream,
+            policy: ScratchPolicy::Pin,
+            bound: &[],
+            touches: &[],
+            modules: 0,
+        }
     }
 
     /// What happens to memory handed out inside the capture.
@@ -36,6 +47,14 @@ impl<'a> Request<'a> {
     #[must_use]
     pub fn others(mut self, pools: &'a [&'a Pool]) -> Self {
         self.others = pools;
+        self
+    }
+
+    /// More devices that the work goes to: each with a stream that it forks into from the request's own, and the pool that
+    /// [scratch](crate::Scope::alloc_beside) there comes from. The graph depends on all of them, and is repaired as a whole.
+    #[must_use]
+    pub fn beside(mut self, lanes: &'a [(&'a Pool, &'a Stream)]) -> Self {
+        self.beside = lanes;
         self
     }
 
@@ -69,6 +88,7 @@ impl<'a> Request<'a> {
     }
 
     pub(crate) fn pools(&self) -> impl Iterator<Item = &'a Pool> {
-        std::iter::once(self.pool).chain(self.others.iter().copied())
+        let beside = self.beside.iter().map(|(pool, _)| *pool);
+        std::iter::once(self.pool).chain(self.others.iter().copied()).chain(beside)
     }
 }

@@ -141,6 +141,20 @@ impl<'a> Scope<'a> {
         self.noted(self.request.pool.alloc(len, self.request.stream))
     }
 
+    /// `len` elements of scratch of the device of this number among those [beside](Request::beside) the request's own, in the
+    /// order of its stream there.
+    ///
+    /// # Errors
+    /// As [`alloc`](Self::alloc); `NoLane` for a number that the request does not have.
+    pub fn alloc_beside<T: Element>(&self, lane: usize, len: usize) -> Result<DeviceSlice<T>, CacheError> {
+        let Some((pool, stream)) = self.request.beside.get(lane) else { return Err(CacheError::NoLane { lane }) };
+        let slice = self.noted_of(pool, pool.alloc(len, stream))?;
+        if self.capturing() {
+            self.notes.handed.borrow_mut().push((slice.ptr(), slice.bytes()));
+        }
+        Ok(slice)
+    }
+
     /// `len` elements of scratch that start as zero, and that the work leaves as zero. They are cleared once,
     /// and again after other pages came under them; not at every replay.
     ///
@@ -304,8 +318,12 @@ impl<'a> Scope<'a> {
     }
 
     fn noted<T>(&self, result: Result<T, PoolError>) -> Result<T, CacheError> {
+        self.noted_of(self.request.pool, result)
+    }
+
+    fn noted_of<T>(&self, pool: &Pool, result: Result<T, PoolError>) -> Result<T, CacheError> {
         if let Err(PoolError::WindowMiss { requested_bytes, purpose, .. }) = &result {
-            let miss = Miss { pool: self.request.pool.id(), requested_bytes: *requested_bytes, purpose: *purpose };
+            let miss = Miss { pool: pool.id(), requested_bytes: *requested_bytes, purpose: *purpose };
             self.notes.miss.set(Some(miss));
         }
         Ok(result?)

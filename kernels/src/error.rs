@@ -74,16 +74,28 @@ pub enum KernelError {
         what: String,
     },
     /// An op would touch memory of a device other than the one that it writes to.
-    #[error("{op} writes on device {device}, but {tensor} lives on device {found}; copy it there first")]
+    #[error("{op} writes on device {device}{writes}, but {tensor} lives on device {found}; copy it there first")]
     Placement {
         /// The op.
         op: &'static str,
         /// The device of the buffer that the op writes.
         device: DeviceOrdinal,
+        /// What it writes there, in brackets, or nothing.
+        writes: String,
         /// The tensor that is elsewhere, with its root.
         tensor: String,
         /// Where it is.
         found: DeviceOrdinal,
+    },
+    /// An op would read a weight that is split over devices as if it were in one place.
+    #[error("{op} reads {tensor}, which is split over devices; ops that take such weights: {accepted}")]
+    SplitWeight {
+        /// The op.
+        op: &'static str,
+        /// The tensor, with its root.
+        tensor: String,
+        /// The ops that do, by name.
+        accepted: String,
     },
     /// A type that is known by name but has no code here.
     #[error("type {0} is not supported")]

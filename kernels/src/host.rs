@@ -148,6 +148,7 @@ impl HostPart {
                 return Err(KernelError::Placement {
                     op: op.name(),
                     device: HOST,
+                    writes: String::new(),
                     tensor: format!("{view:?} of {}", view.root().name),
                     found: view.root().device,
                 });

@@ -14,7 +14,8 @@
 //!
 //! | module | what |
 //! |---|---|
-//! | [`ops`] | one typed description per op, views and their roots, the plan |
+//! | [`ops`] | one typed description per op, views and their roots |
+//! | [`plan`] | the steps of a list of ops over devices: what runs where and after what, what is copied |
 //! | [`quant`] | GGUF block formats: sizes, dequantisation, simple quantisers |
 //! | [`cpu`] | the bodies for the host device |
 //! | [`cuda`] | the kernels for CUDA devices: sources, compiler, disk cache |
@@ -41,6 +42,7 @@ pub mod host;
 pub mod lane;
 mod module;
 pub mod ops;
+pub mod plan;
 pub mod probe;
 pub mod quant;
 

@@ -26,6 +26,10 @@ impl Op for ArgMax {
         vec![&self.out]
     }
 
+    fn sources_mut(&mut self) -> Vec<&mut TensorView> {
+        vec![&mut self.x]
+    }
+
     fn check(&self) -> Result<(), KernelError> {
         let check = Check(self.name());
         check.rank("x", &self.x, &["T", "V"])?;

@@ -110,6 +110,11 @@ impl Op for Attention {
         self.spread.iter().map(|spread| &spread.room).collect()
     }
 
+    fn sources_mut(&mut self) -> Vec<&mut TensorView> {
+        let list = [&mut self.q, &mut self.k, &mut self.v, &mut self.positions];
+        list.into_iter().chain(&mut self.sinks).collect()
+    }
+
     fn check(&self) -> Result<(), KernelError> {
         let check = Check(self.name());
         check.rank("q", &self.q, &["T", "H", "d"])?;

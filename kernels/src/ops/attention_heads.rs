@@ -82,6 +82,15 @@ impl Op for AttentionHeads {
         [&self.q].into_iter().chain(caches).collect()
     }
 
+    fn sources_mut(&mut self) -> Vec<&mut TensorView> {
+        let new = self.new.iter_mut().flat_map(|new| [&mut new.k, &mut new.k_norm, &mut new.v]);
+        [&mut self.q_norm, &mut self.positions].into_iter().chain(&mut self.factors).chain(new).collect()
+    }
+
+    fn writes_rows(&self) -> bool {
+        true
+    }
+
     fn check(&self) -> Result<(), KernelError> {
         let check = Check(self.name());
         check.rank("q", &self.q, &["T", "H", "d"])?;

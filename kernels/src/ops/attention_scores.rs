@@ -46,6 +46,10 @@ impl Op for AttentionScores {
         vec![&self.scores]
     }
 
+    fn sources_mut(&mut self) -> Vec<&mut TensorView> {
+        vec![&mut self.q, &mut self.k, &mut self.positions]
+    }
+
     fn check(&self) -> Result<(), KernelError> {
         let check = Check(self.name());
         check.rank("q", &self.q, &["T", "H", "d"])?;

@@ -40,6 +40,10 @@ impl Op for AttentionValues {
         vec![&self.out]
     }
 
+    fn sources_mut(&mut self) -> Vec<&mut TensorView> {
+        vec![&mut self.p, &mut self.v, &mut self.positions]
+    }
+
     fn check(&self) -> Result<(), KernelError> {
         let check = Check(self.name());
         check.rank("p", &self.p, &["T", "H", "C"])?;

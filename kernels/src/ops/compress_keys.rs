@@ -54,6 +54,14 @@ impl Op for CompressKeys {
         vec![&self.cache]
     }
 
+    fn sources_mut(&mut self) -> Vec<&mut TensorView> {
+        vec![&mut self.rows, &mut self.ape, &mut self.weight, &mut self.positions]
+    }
+
+    fn writes_rows(&self) -> bool {
+        true
+    }
+
     fn check(&self) -> Result<(), KernelError> {
         let check = Check(self.name());
         check.rank("cache", &self.cache, &["N", "d"])?;

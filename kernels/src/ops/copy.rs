@@ -29,6 +29,10 @@ impl Op for Copy {
         vec![&self.dst]
     }
 
+    fn sources_mut(&mut self) -> Vec<&mut TensorView> {
+        vec![&mut self.src]
+    }
+
     fn check(&self) -> Result<(), KernelError> {
         let check = Check(self.name());
         if self.src.rank() > 3 {

@@ -75,6 +75,10 @@ macro_rules! binary {
                 vec![&self.out]
             }
 
+            fn sources_mut(&mut self) -> Vec<&mut TensorView> {
+                vec![&mut self.a, &mut self.b]
+            }
+
             fn check(&self) -> Result<(), KernelError> {
                 binary_check(&Check($kernel), &self.a, &self.b, &self.out)
             }
@@ -119,6 +123,10 @@ impl Op for Scale {
         vec![&self.out]
     }
 
+    fn sources_mut(&mut self) -> Vec<&mut TensorView> {
+        vec![&mut self.x]
+    }
+
     fn check(&self) -> Result<(), KernelError> {
         let check = Check(self.name());
         unary_check(&check, &self.x, &self.out)?;
@@ -152,6 +160,10 @@ impl Op for Softcap {
 
     fn writes(&self) -> Vec<&TensorView> {
         vec![&self.out]
+    }
+
+    fn sources_mut(&mut self) -> Vec<&mut TensorView> {
+        vec![&mut self.x]
     }
 
     fn check(&self) -> Result<(), KernelError> {

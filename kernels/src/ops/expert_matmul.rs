@@ -56,6 +56,11 @@ impl Op for ExpertMatMul {
         vec![&self.y]
     }
 
+    fn sources_mut(&mut self) -> Vec<&mut TensorView> {
+        let list = [Some(&mut self.w), Some(&mut self.x), self.scales.as_mut(), Some(&mut self.ids), self.more.as_mut()];
+        list.into_iter().flatten().collect()
+    }
+
     fn check(&self) -> Result<(), KernelError> {
         let check = Check(self.name());
         check.rank("w", &self.w, &["E", "out", "in"])?;

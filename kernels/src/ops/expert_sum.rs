@@ -40,6 +40,11 @@ impl Op for ExpertSum {
         vec![&self.out]
     }
 
+    fn sources_mut(&mut self) -> Vec<&mut TensorView> {
+        let scale = self.expert_scale.iter_mut().flat_map(|(scale, ids)| [scale, ids]);
+        [&mut self.y, &mut self.weights].into_iter().chain(scale).chain(&mut self.residual).collect()
+    }
+
     fn check(&self) -> Result<(), KernelError> {
         let check = Check(self.name());
         check.rank("y", &self.y, &["T", "K", "D"])?;

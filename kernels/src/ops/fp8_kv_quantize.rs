@@ -38,6 +38,10 @@ impl Op for Fp8KvQuantize {
         vec![&self.out]
     }
 
+    fn sources_mut(&mut self) -> Vec<&mut TensorView> {
+        vec![&mut self.x]
+    }
+
     fn check(&self) -> Result<(), KernelError> {
         let check = Check(self.name());
         if !(2..=3).contains(&self.x.rank()) {

@@ -34,6 +34,10 @@ impl Op for GatherExperts {
         vec![&self.out]
     }
 
+    fn sources_mut(&mut self) -> Vec<&mut TensorView> {
+        vec![&mut self.w, &mut self.ids]
+    }
+
     fn check(&self) -> Result<(), KernelError> {
         let check = Check(self.name());
         check.rank("w", &self.w, &["E", "out", "in"])?;

@@ -33,6 +33,10 @@ impl Op for GetRows {
         vec![&self.out]
     }
 
+    fn sources_mut(&mut self) -> Vec<&mut TensorView> {
+        vec![&mut self.table, &mut self.ids]
+    }
+
     fn check(&self) -> Result<(), KernelError> {
         let check = Check(self.name());
         check.rank("table", &self.table, &["V", "D"])?;

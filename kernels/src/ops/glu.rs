@@ -52,6 +52,10 @@ impl Op for Glu {
         self.out.iter().chain(codes).collect()
     }
 
+    fn sources_mut(&mut self) -> Vec<&mut TensorView> {
+        vec![&mut self.gate, &mut self.up]
+    }
+
     fn check(&self) -> Result<(), KernelError> {
         let check = Check(self.name());
         for (role, view) in [("gate", &self.gate), ("up", &self.up)] {

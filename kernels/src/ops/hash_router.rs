@@ -41,6 +41,10 @@ impl Op for HashRouter {
         vec![&self.ids, &self.weights]
     }
 
+    fn sources_mut(&mut self) -> Vec<&mut TensorView> {
+        vec![&mut self.logits, &mut self.table, &mut self.tokens]
+    }
+
     fn check(&self) -> Result<(), KernelError> {
         let check = Check(self.name());
         check.rank("table", &self.table, &["V", "K"])?;

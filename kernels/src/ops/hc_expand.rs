@@ -36,6 +36,10 @@ impl Op for HcExpand {
         vec![&self.out]
     }
 
+    fn sources_mut(&mut self) -> Vec<&mut TensorView> {
+        vec![&mut self.y, &mut self.z, &mut self.post, &mut self.comb]
+    }
+
     fn check(&self) -> Result<(), KernelError> {
         let check = Check(self.name());
         check.rank("z", &self.z, &["T", "n", "D"])?;

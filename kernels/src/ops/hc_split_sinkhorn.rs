@@ -60,6 +60,10 @@ impl Op for HcSplitSinkhorn {
         [&self.pre].into_iter().chain(mix).collect()
     }
 
+    fn sources_mut(&mut self) -> Vec<&mut TensorView> {
+        vec![&mut self.m, &mut self.scale, &mut self.base]
+    }
+
     fn check(&self) -> Result<(), KernelError> {
         let check = Check(self.name());
         check.rank("pre", &self.pre, &["T", "n"])?;

@@ -28,6 +28,10 @@ impl Op for HcWeightedSum {
         vec![&self.out]
     }
 
+    fn sources_mut(&mut self) -> Vec<&mut TensorView> {
+        vec![&mut self.z, &mut self.pre]
+    }
+
     fn check(&self) -> Result<(), KernelError> {
         let check = Check(self.name());
         check.rank("z", &self.z, &["T", "n", "D"])?;

@@ -34,6 +34,10 @@ impl Op for HeadMatMul {
         vec![&self.y]
     }
 
+    fn sources_mut(&mut self) -> Vec<&mut TensorView> {
+        vec![&mut self.w, &mut self.x]
+    }
+
     fn check(&self) -> Result<(), KernelError> {
         let check = Check(self.name());
         check.rank("w", &self.w, &["H", "out", "in"])?;

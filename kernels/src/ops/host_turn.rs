@@ -38,6 +38,10 @@ impl Op for HostAsk {
         vec![&self.turn, &self.told]
     }
 
+    fn is_barrier(&self) -> bool {
+        true
+    }
+
     fn check(&self) -> Result<(), KernelError> {
         let check = Check(self.name());
         check.i32("turn", &self.turn)?;
@@ -64,6 +68,10 @@ impl Op for HostWait {
     fn writes(&self) -> Vec<&TensorView> {
         // Nothing; but a place where it runs. `turn` is left as it is.
         vec![&self.turn]
+    }
+
+    fn is_barrier(&self) -> bool {
+        true
     }
 
     fn check(&self) -> Result<(), KernelError> {

@@ -34,6 +34,10 @@ impl Op for IndexTop {
         vec![&self.ids]
     }
 
+    fn sources_mut(&mut self) -> Vec<&mut TensorView> {
+        vec![&mut self.scores, &mut self.positions]
+    }
+
     fn check(&self) -> Result<(), KernelError> {
         let check = Check(self.name());
         check.rank("scores", &self.scores, &["T", "N"])?;

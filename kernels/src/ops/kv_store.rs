@@ -37,6 +37,14 @@ impl Op for KvStore {
         vec![&self.cache]
     }
 
+    fn sources_mut(&mut self) -> Vec<&mut TensorView> {
+        vec![&mut self.src, &mut self.positions]
+    }
+
+    fn writes_rows(&self) -> bool {
+        true
+    }
+
     fn check(&self) -> Result<(), KernelError> {
         let check = Check(self.name());
         if !(2..=3).contains(&self.src.rank()) {

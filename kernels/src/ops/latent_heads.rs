@@ -58,6 +58,14 @@ impl Op for LatentHeads {
         vec![&self.out, &self.cache]
     }
 
+    fn sources_mut(&mut self) -> Vec<&mut TensorView> {
+        vec![&mut self.q, &mut self.kv, &mut self.norm, &mut self.positions]
+    }
+
+    fn writes_rows(&self) -> bool {
+        true
+    }
+
     fn check(&self) -> Result<(), KernelError> {
         let check = Check(self.name());
         check.rank("q", &self.q, &["T", "H", "dr"])?;

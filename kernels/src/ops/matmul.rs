@@ -63,6 +63,10 @@ impl Op for MatMul {
         vec![&self.y]
     }
 
+    fn sources_mut(&mut self) -> Vec<&mut TensorView> {
+        [Some(&mut self.w), Some(&mut self.x), self.scales.as_mut()].into_iter().flatten().collect()
+    }
+
     fn check(&self) -> Result<(), KernelError> {
         let check = Check(self.name());
         check.rank("w", &self.w, &["out", "in"])?;

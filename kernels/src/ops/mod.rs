@@ -6,7 +6,6 @@
 //! Every op wants its last dimension contiguous; leading dimensions may be strided unless said otherwise.
 
 mod check;
-mod plan;
 mod view;
 
 mod advance;
@@ -83,7 +82,6 @@ pub use index_top::IndexTop;
 pub use kv_store::KvStore;
 pub use latent_heads::LatentHeads;
 pub use matmul::MatMul;
-pub use plan::{Access, Plan};
 pub use quantize::{Codes, Quantize};
 pub use residual_norm::{Normed, Part, ResidualNorm};
 pub use rms_norm::RmsNorm;
@@ -95,6 +93,7 @@ pub use share_experts::{Chosen, ShareExperts};
 pub use soft_max::SoftMax;
 pub use view::{MAX_RANK, Root, TensorView};
 
+pub use crate::plan::{Access, Plan};
 use crate::{KernelError, Kernels};
 
 /// A described piece of work.
@@ -111,6 +110,27 @@ pub trait Op: Debug + Send + Sync {
     /// Of those, the ones in which nothing of use is left.
     fn leftovers(&self) -> Vec<&TensorView> {
         Vec::new()
+    }
+
+    /// The views that it reads and does not write, for a plan that brings them from another device. An op that does not say so
+    /// reads nothing from elsewhere.
+    fn sources_mut(&mut self) -> Vec<&mut TensorView> {
+        Vec::new()
+    }
+
+    /// Whether it writes rows of a state that it also reads: what comes of it is the whole state.
+    fn writes_rows(&self) -> bool {
+        false
+    }
+
+    /// Whether it is the step between two devices: what it reads is on another one than what it writes.
+    fn crosses(&self) -> bool {
+        false
+    }
+
+    /// Whether it stands between all before it and all after it, whatever they read and write.
+    fn is_barrier(&self) -> bool {
+        self.writes().is_empty()
     }
 
     /// Whether shapes, types, layouts and scalars fit.

@@ -48,6 +48,10 @@ impl Op for Quantize {
         vec![&self.q, &self.scales]
     }
 
+    fn sources_mut(&mut self) -> Vec<&mut TensorView> {
+        vec![&mut self.x]
+    }
+
     fn check(&self) -> Result<(), KernelError> {
         let check = Check(self.name());
         check.rank("x", &self.x, &["T", "in"])?;

@@ -77,6 +77,12 @@ impl Op for ResidualNorm {
         [&self.h].into_iter().chain(self.normed.iter().flat_map(Normed::writes)).collect()
     }
 
+    fn sources_mut(&mut self) -> Vec<&mut TensorView> {
+        let parts = self.parts.iter_mut();
+        let parts = parts.flat_map(|part| [Some(&mut part.x), part.norm.as_mut()].into_iter().flatten());
+        parts.chain(&mut self.weight).chain(self.normed.iter_mut().map(|normed| &mut normed.weight)).collect()
+    }
+
     fn check(&self) -> Result<(), KernelError> {
         let check = Check(self.name());
         check.rank("h", &self.h, &["T", "D"])?;

@@ -57,6 +57,10 @@ impl Op for RmsNorm {
         self.out.iter().chain(codes).collect()
     }
 
+    fn sources_mut(&mut self) -> Vec<&mut TensorView> {
+        [Some(&mut self.x), self.weight.as_mut(), self.residual.as_mut()].into_iter().flatten().collect()
+    }
+
     fn check(&self) -> Result<(), KernelError> {
         let check = Check(self.name());
         check.f32("x", &self.x)?;

@@ -116,6 +116,10 @@ impl Op for Rope {
         vec![&self.out]
     }
 
+    fn sources_mut(&mut self) -> Vec<&mut TensorView> {
+        [Some(&mut self.x), Some(&mut self.positions), self.factors.as_mut()].into_iter().flatten().collect()
+    }
+
     fn check(&self) -> Result<(), KernelError> {
         let check = Check(self.name());
         check.turned(&self.x, &self.out, &self.positions)?;

@@ -50,6 +50,10 @@ impl Op for RopeTail {
         vec![&self.out]
     }
 
+    fn sources_mut(&mut self) -> Vec<&mut TensorView> {
+        vec![&mut self.x, &mut self.positions]
+    }
+
     fn check(&self) -> Result<(), KernelError> {
         let check = Check(self.name());
         check.turned(&self.x, &self.out, &self.positions)?;

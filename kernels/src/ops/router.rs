@@ -68,6 +68,10 @@ impl Op for Router {
         vec![&self.ids, &self.weights]
     }
 
+    fn sources_mut(&mut self) -> Vec<&mut TensorView> {
+        [Some(&mut self.logits), self.bias.as_mut()].into_iter().flatten().collect()
+    }
+
     fn check(&self) -> Result<(), KernelError> {
         let check = Check(self.name());
         check.rank("ids", &self.ids, &["T", "K"])?;

@@ -84,6 +84,10 @@ impl Op for Sample {
         vec![&self.state, &self.recent, &self.token]
     }
 
+    fn sources_mut(&mut self) -> Vec<&mut TensorView> {
+        vec![&mut self.logits]
+    }
+
     fn check(&self) -> Result<(), KernelError> {
         let check = Check(self.name());
         check.rank("logits", &self.logits, &["V"])?;

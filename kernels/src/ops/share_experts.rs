@@ -74,6 +74,10 @@ impl Op for ShareExperts {
         self.outputs().map(|(_, view)| view).collect()
     }
 
+    fn sources_mut(&mut self) -> Vec<&mut TensorView> {
+        vec![&mut self.ids, &mut self.weights, &mut self.at]
+    }
+
     fn check(&self) -> Result<(), KernelError> {
         let check = Check(self.name());
         check.rank("ids", &self.ids, &["1", "K"])?;

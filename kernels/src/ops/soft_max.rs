@@ -27,6 +27,10 @@ impl Op for SoftMax {
         vec![&self.out]
     }
 
+    fn sources_mut(&mut self) -> Vec<&mut TensorView> {
+        vec![&mut self.x]
+    }
+
     fn check(&self) -> Result<(), KernelError> {
         let check = Check(self.name());
         check.rank("x", &self.x, &["T", "H", "C"])?;

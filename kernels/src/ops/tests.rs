@@ -507,7 +507,7 @@ fn an_op_over_two_devices_is_refused_with_names_and_devices() {
     let far = Root::new("blk.3.attn_q.weight", DevicePtr(1 << 40), 1 << 20, DeviceOrdinal(1));
     let w = TensorView::new(&far, QuantType::Q8_0, &[10, 64]).unwrap();
     let error = Plan::new().push(MatMul { w, ..matmul() }).unwrap_err();
-    let KernelError::Placement { op: "matmul", device: DeviceOrdinal(0), found: DeviceOrdinal(1), tensor } = &error
+    let KernelError::Placement { op: "matmul", device: DeviceOrdinal(0), found: DeviceOrdinal(1), tensor, .. } = &error
     else {
         panic!("{error:?}");
     };

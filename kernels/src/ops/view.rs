@@ -22,6 +22,8 @@ pub struct Root {
     pub device: DeviceOrdinal,
     /// The pool's allocation id as a number, so that an owner finds its slice again; 0 where there is none.
     pub allocation: u64,
+    /// Of a weight that is split over devices, its rows in order, each part whole on its device; there is nothing at `ptr` then.
+    pub shards: Vec<TensorView>,
 }
 
 impl Root {
@@ -40,7 +42,19 @@ impl Root {
         device: DeviceOrdinal,
         allocation: u64,
     ) -> Arc<Self> {
-        Arc::new(Self { name: name.into(), ptr, bytes, device, allocation })
+        Arc::new(Self { name: name.into(), ptr, bytes, device, allocation, shards: Vec::new() })
+    }
+
+    /// A weight of `bytes` whose rows are split over devices, and which ops of `device` read.
+    #[must_use]
+    pub fn split(name: impl Into<String>, bytes: usize, device: DeviceOrdinal, shards: Vec<TensorView>) -> Arc<Self> {
+        Arc::new(Self { name: name.into(), ptr: DevicePtr::NULL, bytes, device, allocation: 0, shards })
+    }
+
+    /// Whether it is a weight that is split over devices.
+    #[must_use]
+    pub fn is_split(&self) -> bool {
+        !self.shards.is_empty()
     }
 }
 
@@ -349,6 +363,23 @@ impl TensorView {
             return Err(self.fail(format!("{self:?} reshaped to {shape:?}")));
         }
         Self::at(&self.root, self.offset_bytes, self.ty, shape)
+    }
+
+    /// The same elements in a copy of the root's bytes from `start_bytes` on, which is all of `root`.
+    ///
+    /// # Errors
+    /// [`KernelError::View`] if they do not lie there, or would not be aligned.
+    pub fn moved_to(&self, root: &Arc<Root>, start_bytes: usize) -> Result<Self, KernelError> {
+        let range = self.range();
+        let offset_bytes = range.start.checked_sub(start_bytes).filter(|_| range.end - start_bytes <= root.bytes);
+        let Some(offset_bytes) = offset_bytes else {
+            return Err(self.fail(format!("{self:?} in a copy of {} bytes from {start_bytes} on", root.bytes)));
+        };
+        let view = Self { root: Arc::clone(root), offset_bytes, ..self.clone() };
+        if !view.ptr().0.is_multiple_of(view.ty.align_bytes() as u64) {
+            return Err(self.fail(format!("{view:?} is not aligned to {} bytes", view.ty.align_bytes())));
+        }
+        Ok(view)
     }
 
     fn fail(&self, what: String) -> KernelError {
