@@ -2,6 +2,7 @@
 
 mod account;
 mod fit;
+mod layers;
 mod plan;
 mod table;
 
@@ -45,6 +46,10 @@ pub struct Placement {
     pub rules: Vec<Rule>,
     /// Blocks that read the cache of another, and which: they are where it is.
     pub follows: Vec<(usize, usize)>,
+    /// `-ts`: what each of several devices gets of the layers, in any unit. None means equal shares.
+    pub shares: Vec<f64>,
+    /// `-ncmoe` with a number for each device: of its first so many blocks, the experts stay on the host.
+    pub host_experts: Vec<usize>,
 }
 
 /// Where tensors of some names go.
@@ -128,10 +133,21 @@ impl Placement {
         }
     }
 
+    /// As [`matrix`](Self::matrix), in a model of so many blocks on so many devices.
+    #[must_use]
+    pub fn matrix_among(&self, name: &str, home: Home, blocks: usize, devices: usize) -> Home {
+        let ruled = self.rules.iter().any(|rule| rule.names.contain(name));
+        match expert_block(name) {
+            Some(block) if home == Home::Device && !ruled && self.experts_stay(block, blocks, devices) => Home::Host,
+            _ => self.matrix(name, home),
+        }
+    }
+
     /// Whether all is on the device.
     #[must_use]
     pub fn is_plain(&self) -> bool {
-        self.device_layers.is_none() && self.rules.iter().all(|rule| rule.home == Home::Device)
+        let devices = self.host_experts.iter().all(|budget| *budget == 0);
+        devices && self.device_layers.is_none() && self.rules.iter().all(|rule| rule.home == Home::Device)
     }
 }
 

@@ -68,7 +68,8 @@ impl Op for CompressedAttention {
 
     fn sources_mut(&mut self) -> Vec<&mut TensorView> {
         let entries = self.entries.iter_mut();
-        let entries = entries.flat_map(|entries| [Some(&mut entries.cache), entries.chosen.as_mut()].into_iter().flatten());
+        let entries =
+            entries.flat_map(|entries| [Some(&mut entries.cache), entries.chosen.as_mut()].into_iter().flatten());
         let list = [&mut self.q, &mut self.keys, &mut self.positions];
         list.into_iter().chain(&mut self.sinks).chain(entries).collect()
     }

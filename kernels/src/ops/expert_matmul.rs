@@ -57,7 +57,8 @@ impl Op for ExpertMatMul {
     }
 
     fn sources_mut(&mut self) -> Vec<&mut TensorView> {
-        let list = [Some(&mut self.w), Some(&mut self.x), self.scales.as_mut(), Some(&mut self.ids), self.more.as_mut()];
+        let list =
+            [Some(&mut self.w), Some(&mut self.x), self.scales.as_mut(), Some(&mut self.ids), self.more.as_mut()];
         list.into_iter().flatten().collect()
     }
 

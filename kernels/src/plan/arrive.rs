@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use evergraph_pool::driver::DeviceOrdinal;
 
-use super::{PeerCopy, Plan};
+use super::{Land, PeerCopy, Plan};
 use crate::KernelError;
 use crate::ops::{Root, TensorView};
 use crate::quant::QuantType;
@@ -32,7 +32,7 @@ impl Plan {
         &mut self,
         source: &TensorView,
         device: DeviceOrdinal,
-        land: &mut dyn FnMut(&str, usize, DeviceOrdinal) -> Result<Arc<Root>, E>,
+        land: &mut Land<'_, E>,
     ) -> Result<TensorView, E> {
         let there = |arrived: &&Arrived| {
             arrived.source == *source.root()

@@ -46,6 +46,9 @@ pub struct Access {
     pub writes: bool,
 }
 
+/// What gives memory for bytes that come from another device: under a name, so many of them, on that device.
+pub type Land<'a, E> = dyn FnMut(&str, usize, DeviceOrdinal) -> Result<Arc<Root>, E> + 'a;
+
 /// Ops in launch order, each checked when it was added, each on one device.
 #[derive(Default)]
 pub struct Plan {
@@ -92,11 +95,7 @@ impl Plan {
     /// # Errors
     /// Those of [`Op::check`] and of `land`; [`KernelError::Placement`] if it writes memory of several devices, or reads what can
     /// not come there: memory of the host, or of an op that does not say [what](Op::sources_mut) it reads.
-    pub fn place<O: Op + 'static, E: From<KernelError>>(
-        &mut self,
-        mut op: O,
-        land: &mut dyn FnMut(&str, usize, DeviceOrdinal) -> Result<Arc<Root>, E>,
-    ) -> Result<(), E> {
+    pub fn place<O: Op + 'static, E: From<KernelError>>(&mut self, mut op: O, land: &mut Land<'_, E>) -> Result<(), E> {
         op.check()?;
         let home = self.home(&op)?;
         if foreign(&op, home)?.is_some() && home != HOST {

@@ -1,9 +1,9 @@
 //! Copies from one device to another.
 
-use evergraph_pool::driver::{DeviceInfo, StreamHandle};
+use evergraph_pool::driver::StreamHandle;
 
 use crate::host::HOST;
-use crate::ops::{Call, Launches, Op, TensorView};
+use crate::ops::{Op, TensorView};
 use crate::{KernelError, Kernels};
 
 /// `dst = src`, byte by byte, from one device to another; runs on the device that is written.
@@ -52,14 +52,6 @@ impl Op for PeerCopy {
             return Err(layout(dst, "it is on the device that it is copied from"));
         }
         Ok(())
-    }
-
-    fn call(&self) -> Call {
-        Call::none()
-    }
-
-    fn launches(&self, _: &DeviceInfo) -> Launches {
-        Launches::new()
     }
 
     fn enqueue(&self, kernels: &Kernels, stream: StreamHandle) -> Result<(), KernelError> {

@@ -29,7 +29,8 @@ impl Events {
     /// The driver's.
     pub fn new(driver: &DynDriver) -> DriverResult<Self> {
         driver.bind()?;
-        let mut made = Self { driver: driver.clone(), events: Vec::with_capacity(Self::COUNT), next: AtomicUsize::new(0) };
+        let mut made =
+            Self { driver: driver.clone(), events: Vec::with_capacity(Self::COUNT), next: AtomicUsize::new(0) };
         for _ in 0..Self::COUNT {
             let event = driver.event_create(false)?;
             made.events.push(event);
@@ -118,8 +119,7 @@ impl Plan {
             after.iter().filter(|before| at[**before] != at[step]).for_each(|before| told[*before] = true);
         }
         let mut events: Vec<Option<EventHandle>> = vec![None; self.ops.len()];
-        let mut known: Vec<Seen> =
-            lanes.iter().map(|_| Seen { steps: SmallVec::from_elem(0, lanes.len()) }).collect();
+        let mut known: Vec<Seen> = lanes.iter().map(|_| Seen { steps: SmallVec::from_elem(0, lanes.len()) }).collect();
         let mut begun: SmallVec<[bool; 4]> = SmallVec::from_elem(false, lanes.len());
         let start = origin.events.record(origin.stream)?;
         begun[0] = true;

@@ -1,3 +1,5 @@
+#![allow(clippy::unwrap_used)]
+
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -54,7 +56,8 @@ fn a_row_write_runs_where_the_cache_is() {
     let cache = floats("cache", &[8, 16], 1);
     // A view of a view of a reshape.
     let view = cache.reshape(&[128]).unwrap().reshape(&[8, 1, 16]).unwrap().reshape(&[8, 16]).unwrap();
-    let store = KvStore { src: floats("rows", &[2, 16], 0), cache: view, positions: numbers("at", &[2], 0), ring: false };
+    let store =
+        KvStore { src: floats("rows", &[2, 16], 0), cache: view, positions: numbers("at", &[2], 0), ring: false };
     let refused = Plan::new().push(store.clone()).unwrap_err();
     let words = refused.to_string();
     for word in ["kv_store", "device 1", "cache", "rows", "device 0", "copy it there first"] {
@@ -128,6 +131,8 @@ fn a_source_comes_over_once_for_all_who_read_it() {
         softcap: None,
         sinks: None,
         ring: false,
+        codes: None,
+        spread: None,
     };
     place(&mut plan, attention).unwrap();
     // The positions and the keys, which are values too.
@@ -146,14 +151,10 @@ fn a_source_that_was_written_since_comes_over_anew() {
     place(&mut plan, read(&x, &z)).unwrap();
     plan.push(Fill { x: x.clone(), value: 1.0 }).unwrap();
     place(&mut plan, read(&x, &y)).unwrap();
-    assert_eq!(names(&plan), [
-        ("peer_copy", 1),
-        ("scale", 1),
-        ("scale", 1),
-        ("fill", 0),
-        ("peer_copy", 1),
-        ("scale", 1),
-    ]);
+    assert_eq!(
+        names(&plan),
+        [("peer_copy", 1), ("scale", 1), ("scale", 1), ("fill", 0), ("peer_copy", 1), ("scale", 1),]
+    );
     // The old copy is read before the new bytes come, and those come after they are made.
     let order = plan.order();
     assert!(order[3].contains(&0) && order[4].contains(&3));
@@ -181,10 +182,8 @@ fn what_can_not_be_done_on_a_device_is_refused() {
     assert!(error.to_string().contains("on the host"), "{error}");
     // An op that writes on two devices runs on neither.
     let x = floats("x", &[1, 32], 0);
-    let (q, scales) = (
-        TensorView::new(&root("codes", 32, 0), QuantType::I8, &[1, 32]).unwrap(),
-        floats("scales", &[1, 1, 2], 1),
-    );
+    let (q, scales) =
+        (TensorView::new(&root("codes", 32, 0), QuantType::I8, &[1, 32]).unwrap(), floats("scales", &[1, 1, 2], 1));
     let error = place(&mut plan, crate::ops::Quantize { x, q, scales }).unwrap_err();
     let words = error.to_string();
     assert!(words.contains("quantize") && words.contains("scales") && words.contains("device 1"), "{words}");
@@ -249,8 +248,12 @@ struct Drawn {
 }
 
 fn drawn() -> impl Strategy<Value = Drawn> {
-    (0u8..6, 0usize..8, [0usize..8, 0usize..8], [0u8..6, 0u8..6, 0u8..6])
-        .prop_map(|(kind, to, from, cut)| Drawn { kind, to, from, cut })
+    (0u8..6, 0usize..8, [0usize..8, 0usize..8], [0u8..6, 0u8..6, 0u8..6]).prop_map(|(kind, to, from, cut)| Drawn {
+        kind,
+        to,
+        from,
+        cut,
+    })
 }
 
 /// A `[4, 16]` tensor or a part of it that is shaped `[2, 16]`, through some chain of views.

@@ -86,7 +86,7 @@ impl Events {
     fn of(runtime: &Runtime) -> Self {
         let graphs = runtime.graph_counters();
         Self {
-            give_backs: runtime.pool().counters().give_backs,
+            give_backs: runtime.units().iter().map(|unit| unit.pool().counters().give_backs).sum(),
             stale: graphs.stale,
             remaps: graphs.remaps,
             updates: graphs.updates,
@@ -205,7 +205,7 @@ pub(super) fn measure(
     let (sequence, test) = (&row.sequence, &row.test);
     evergraph_kernels::limit_threads(sequence.threads as usize)?;
     let before = Events::of(runtime);
-    runtime.pool().reset_peak_stats();
+    runtime.units().iter().for_each(|unit| unit.pool().reset_peak_stats());
     let config = SessionConfig {
         context: Some(test.tokens() + test.depth as usize),
         ubatch: sequence.ubatch.min(sequence.batch) as usize,
@@ -241,7 +241,7 @@ pub(super) fn measure(
         tokens: test.tokens(),
         samples_ns,
         events: Events::of(runtime).since(before),
-        peak_reserved_bytes: runtime.pool().stats().reserved_bytes.peak,
+        peak_reserved_bytes: runtime.units().iter().map(|unit| unit.pool().stats().reserved_bytes.peak).sum(),
         read_bytes: work.read_bytes(),
         expert_cache_bytes: work.session.expert_cache_bytes() as u64,
         experts: work.session.expert_tally()?.unwrap_or_default().since(chosen),

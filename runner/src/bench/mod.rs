@@ -31,6 +31,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use describe::{Description, Machine};
+pub use limits::shares;
 pub use measure::{Events, Measured};
 pub use parameters::{
     FlashAttn, Lists, ModelParameters, Placement, Row, SequenceParameters, SplitMode, TensorSplit, Test, kv_name,
@@ -50,6 +51,8 @@ use crate::placement::Account;
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Settings {
+    /// How many devices there are.
+    pub devices: usize,
     /// Times that each test is timed.
     pub repetitions: u32,
     /// Whether a test runs once before it is timed.
@@ -71,6 +74,7 @@ pub struct Settings {
 impl Default for Settings {
     fn default() -> Self {
         Self {
+            devices: 1,
             repetitions: 5,
             warm_up: true,
             delay: Duration::ZERO,
@@ -124,18 +128,18 @@ pub trait Listener {
 }
 
 /// The models of rows, looked at before anything is measured: one at least is there, and the engine can do what the rows ask
-/// for. Rows of others will fail.
+/// for on so many devices. Rows of others will fail.
 ///
 /// # Errors
 /// That of the first file, if none can be read; [`Error::Argument`] for what the engine can not do.
-pub fn check(rows: &[Row]) -> Result<Vec<(PathBuf, Description)>> {
+pub fn check(rows: &[Row], devices: usize) -> Result<Vec<(PathBuf, Description)>> {
     let mut models: Vec<(PathBuf, Result<Description>)> = Vec::new();
     for row in rows {
         let file = &row.model.file;
         if !models.iter().any(|(known, _)| known == file) {
             models.push((file.clone(), Description::open(file)));
         }
-        row.check()?;
+        row.check(devices)?;
     }
     if models.iter().all(|(_, model)| model.is_err()) {
         models.truncate(1);
@@ -157,7 +161,7 @@ impl Loaded {
     fn new(parameters: &ModelParameters, mmap: bool, open: &dyn Fn() -> Result<Arc<Runtime>>) -> Result<Self> {
         let file = Arc::new(if mmap { Gguf::open(&parameters.file)? } else { Gguf::read(&parameters.file)? });
         let runtime = open()?;
-        let model = Arc::new(models::load_placed(file, &runtime, &parameters.placement.placed()?)?);
+        let model = Arc::new(models::load_placed(file, &runtime, &parameters.placement.placed_on(&runtime)?)?);
         Ok(Self { parameters: parameters.clone(), model, runtime, told: false })
     }
 
@@ -165,7 +169,7 @@ impl Loaded {
     fn clean(&self) {
         self.runtime.cache().clear();
         // A device that died will tell the next test.
-        let _ = self.runtime.pool().trim_to(0);
+        self.runtime.units().iter().for_each(|unit| drop(unit.pool().trim_to(0)));
     }
 }
 
@@ -180,7 +184,7 @@ pub fn run(
     open: &dyn Fn() -> Result<Arc<Runtime>>,
     listener: &mut dyn Listener,
 ) -> Result<()> {
-    let models = check(rows)?;
+    let models = check(rows, settings.devices)?;
     // Threads are started once; a test that asks for more than run, since somebody else started them, is refused.
     let threads = rows.iter().map(|row| row.sequence.threads).max().unwrap_or(0);
     let _ = evergraph_kernels::threads(threads as usize);

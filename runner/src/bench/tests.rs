@@ -104,7 +104,9 @@ fn what_the_engine_can_not_do_is_refused_before_anything_runs() {
         split_modes: vec![SplitMode::None, SplitMode::Layer],
         ..base()
     };
-    check(&fine.rows().unwrap()).unwrap();
+    check(&fine.rows().unwrap(), 1).unwrap();
+    let two = Lists { main_gpus: vec![1], tensor_splits: vec![TensorSplit::parse("1/1").unwrap()], ..base() };
+    check(&two.rows().unwrap(), 2).unwrap();
 }
 
 #[test]

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use clap::Args;
 
-use super::device::choose;
+use super::device::{choose, drivers};
 use super::flags::{ActChoice, PoolChoice, Switch};
 use super::output::{Output, progress, say};
 use super::placement::{HostWorkChoice, StreamExperts};
@@ -106,8 +106,8 @@ pub(super) struct Flags {
     /// host, cuda or cuda:N; by default cuda if there is one, else host (also -dev)
     #[arg(long, value_name = "DEVICE")]
     device: Option<String>,
-    /// Number of devices: 1, for now
-    #[arg(long, value_name = "N", default_value_t = 1)]
+    /// Number of devices (host: that many; cuda: virtual ones where there are fewer)
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     devices: u32,
     /// How the pool gets memory: by mapping pages, or in slabs
     #[arg(long, value_enum, default_value_t = PoolChoice::Vmm)]
@@ -264,6 +264,7 @@ impl Flags {
 
     fn settings(&self) -> Settings {
         Settings {
+            devices: self.devices as usize,
             repetitions: self.repetitions,
             warm_up: !self.no_warmup,
             delay: Duration::from_secs(self.delay.into()),
@@ -300,7 +301,7 @@ impl Flags {
         let graphs = self.graphs == Switch::On;
         let host_work = self.host_work.map(Into::into);
         let config = RuntimeConfig { pool, graphs, act: self.act.into(), host_work, ..RuntimeConfig::default() };
-        Runtime::on(device, config).map(Arc::new)
+        Runtime::several(drivers(device, self.devices)?, config).map(Arc::new)
     }
 }
 
@@ -308,12 +309,9 @@ pub(super) fn run(flags: &Flags, out: &mut Output) -> Result<()> {
     if flags.prio != 0 {
         return Err(Error::argument("--prio", "0 (the priority stays as it is; nice changes it)", flags.prio));
     }
-    if flags.devices != 1 {
-        return Err(Error::argument("--devices", "1 (a model is on one device)", flags.devices));
-    }
     let lists = flags.lists();
     let rows = lists.rows()?;
-    bench::check(&rows)?;
+    bench::check(&rows, flags.devices as usize)?;
     let device = choose(flags.device.as_deref())?;
     let setup = flags.setup(&device);
     let limit = setup.mem_limit_bytes.map_or_else(String::new, |bytes| format!(", limit {}", format_size(bytes)));

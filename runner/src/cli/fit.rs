@@ -10,8 +10,9 @@ use super::output::say;
 use super::placement::PlacementFlags;
 use super::run::merged;
 use super::size::format_size;
+use super::split::layers;
 use crate::engine::{Runtime, Session, SessionConfig};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::gguf::Gguf;
 use crate::models::{self, Decoder};
 use crate::placement::{self, Account, Candidate, Fitted, Needs, Placement, Room};
@@ -52,12 +53,26 @@ impl Start<'_> {
         let account = Account::of(&session);
         let account = needs.as_ref().map_or(account, |needs| account.with_scratch_of(&needs.account));
         say(placement::table(&account));
+        let layers = layers(session.model(), self.runtime);
         let foretold = needs.map(|needs| needs.reserved_bytes);
-        Ok((session, merged(account.json(), json!({ "reserved_foretold_bytes": foretold, "fit": json }))))
+        Ok((
+            session,
+            merged(merged(account.json(), layers), json!({ "reserved_foretold_bytes": foretold, "fit": json })),
+        ))
     }
 
     fn plan(&self, fit: &FitFlags, given: &PlacementFlags) -> Result<Plan> {
-        let placement = given.placement()?;
+        let placement = given.placement_on(self.runtime)?;
+        if self.runtime.units().len() > 1 {
+            if fit.fit == Switch::On {
+                return Err(Error::Unsupported {
+                    what: "fitting a model to the memory of several devices",
+                    found: format!("-fit on with --devices {}", self.runtime.units().len()),
+                    advice: "-ts, -ncmoe and -c, which say what goes where".to_owned(),
+                });
+            }
+            return Ok(Plan { placement, context: None, needs: None, json: Value::Null });
+        }
         if fit.fit == Switch::Off {
             // For the table only: a device that can not be stood in for is none of its business.
             let needs = placement::rehearse(&self.file, self.runtime, &placement, self.config);

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use clap::{Args, ValueEnum};
 use serde_json::{Value, json};
 
-use super::device::choose;
+use super::device::{choose, drivers};
 use super::fit::{FitFlags, Start};
 use super::output::say;
 use super::placement::{HostWorkChoice, PlacementFlags};
@@ -97,13 +97,6 @@ impl DeviceFlags {
     /// Takes the device and says which.
     fn open(&self, act: ActType, rounded_keys: bool) -> Result<Arc<Runtime>> {
         let device = choose(self.device.as_deref())?;
-        if self.devices > 1 {
-            return Err(Error::Unsupported {
-                what: "a model on several devices",
-                found: format!("--devices {}", self.devices),
-                advice: "--devices 1".to_owned(),
-            });
-        }
         let threads = evergraph_kernels::threads(self.threads.unwrap_or(0) as usize)?;
         let mut pool = PoolConfig::new(match self.pool {
             PoolChoice::Vmm => PoolMode::Vmm,
@@ -118,10 +111,11 @@ impl DeviceFlags {
             host_work: self.host_work.map(Into::into),
             ..RuntimeConfig::default()
         };
-        let runtime = Runtime::on(&device, config)?;
+        let runtime = Runtime::several(drivers(&device, self.devices)?, config)?;
         let limit = self.mem_limit.map_or_else(String::new, |bytes| format!(", limit {}", format_size(bytes as u64)));
         let graphs = if self.graphs == Switch::On { "on" } else { "off" };
         let on = if device.is_host() { format!("host, {threads} threads") } else { device.to_string() };
+        let on = if self.devices > 1 { format!("{} devices: {on}", self.devices) } else { on };
         say(format!("device: {on}; pool: {}{limit}; graphs: {graphs}", runtime.pool().mode()));
         Ok(Arc::new(runtime))
     }
@@ -220,6 +214,7 @@ impl EngineFlags {
         let info = runtime.pool().driver().info();
         json!({
             "device": info.backend,
+            "devices": runtime.units().len(),
             "ordinal": info.ordinal.0,
             "device_name": info.name,
             "act": self.act.name(),

@@ -9,7 +9,9 @@ mod fit;
 mod flags;
 mod output;
 mod placement;
+mod plan;
 mod size;
+mod split;
 
 mod bench;
 mod demo;

@@ -1,7 +1,8 @@
 //! Flags that say what of a model stays on the host.
 
 use super::size::parse_size;
-use crate::engine::HostWork;
+use super::split::SplitFlags;
+use crate::engine::{HostWork, Runtime};
 use crate::error::{Error, Result};
 use crate::placement::{Home, Names, Placement, Rule};
 
@@ -14,9 +15,9 @@ pub(super) struct PlacementFlags {
     /// Keep the experts of all layers on the host (also -cmoe)
     #[arg(long)]
     cpu_moe: bool,
-    /// Keep the experts of the first N layers on the host (also -ncmoe)
-    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=1 << 20))]
-    n_cpu_moe: u32,
+    /// Keep the experts of the first N layers on the host; with several numbers, of the first so many of each device (also -ncmoe)
+    #[arg(long, value_name = "N[,N…]", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(0..=1 << 20))]
+    n_cpu_moe: Vec<u32>,
     /// Keep matrices whose names a pattern is found in on the host (CPU) or the device (CUDA0); the first that fits counts (also -ot)
     #[arg(long, value_name = "PATTERN=DEVICE,…", value_delimiter = ',')]
     override_tensor: Vec<Rule>,
@@ -29,6 +30,8 @@ pub(super) struct PlacementFlags {
     /// Memory of the device for experts on the host that single tokens choose most often, such as 2GiB; none by default
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     expert_cache: Option<usize>,
+    #[command(flatten)]
+    split: SplitFlags,
 }
 
 /// From how many tokens on experts are copied to the device.
@@ -86,11 +89,26 @@ impl PlacementFlags {
             },
         };
         let mut rules = self.override_tensor.clone();
-        let below = if self.cpu_moe { usize::MAX } else { self.n_cpu_moe as usize };
+        // One number is llama.cpp's: layers of the whole model.
+        let (below, host_experts) = match &self.n_cpu_moe[..] {
+            _ if self.cpu_moe => (usize::MAX, Vec::new()),
+            [] => (0, Vec::new()),
+            [below] => (*below as usize, Vec::new()),
+            each => (0, each.iter().map(|budget| *budget as usize).collect()),
+        };
         if below > 0 {
             rules.push(Rule { names: Names::ExpertsBelow(below), home: Home::Host });
         }
-        Ok(Placement { device_layers, rules, ..Placement::default() })
+        Ok(Placement { device_layers, rules, host_experts, ..Placement::default() })
+    }
+
+    /// The same on the devices of a runtime.
+    pub(super) fn placement_on(&self, runtime: &Runtime) -> Result<Placement> {
+        let (budgets, devices) = (self.n_cpu_moe.len(), runtime.units().len());
+        if budgets > 1 && budgets > devices {
+            return Err(Error::argument("-ncmoe", format!("a number, or one for each of {devices} devices"), budgets));
+        }
+        self.split.over(self.placement()?, runtime)
     }
 
     /// From how many tokens on experts are copied to the device.
@@ -110,6 +128,6 @@ impl PlacementFlags {
 
     /// Whether any of it was said.
     pub(super) fn is_given(&self) -> bool {
-        self.gpu_layers != "auto" || self.cpu_moe || self.n_cpu_moe > 0 || !self.override_tensor.is_empty()
+        self.gpu_layers != "auto" || self.cpu_moe || !self.n_cpu_moe.is_empty() || !self.override_tensor.is_empty()
     }
 }

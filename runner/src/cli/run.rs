@@ -4,11 +4,13 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
+use evergraph_pool::Pool;
 use serde_json::{Value, json};
 
 use super::flags::{DeviceFlags, EngineFlags, ModelFlags, SamplingFlags, TokenList};
 use super::logits::finite;
 use super::output::{Output, progress, say};
+use super::plan::{self, PlanFormat};
 use super::size::format_size;
 use crate::chat::{ChatTemplate, Message, Part, Render, Reply};
 use crate::engine::{ExpertTally, Runtime, Session};
@@ -48,6 +50,9 @@ pub(super) struct Flags {
     /// A chat template (Jinja), or `gemma` or `gemma4`, instead of the file's
     #[arg(long, value_name = "TEMPLATE", requires = "chat")]
     chat_template: Option<String>,
+    /// Print what the steps would do, on which devices and in what order, and run nothing
+    #[arg(long, value_enum, value_name = "FORMAT")]
+    plan: Option<PlanFormat>,
     #[command(flatten)]
     sampling: SamplingFlags,
     #[command(flatten)]
@@ -86,6 +91,9 @@ pub(super) fn run(flags: &Flags, out: &mut Output) -> Result<()> {
     let runtime = flags.engine.open(&flags.device)?;
     let config = |_: &Decoder| Ok(flags.engine.session(None, 512));
     let (mut session, placement) = flags.engine.start(file, &runtime, &config)?;
+    if let Some(format) = flags.plan {
+        return plan::print(&mut session, prompt.len(), format, out);
+    }
     session.set_sampling(&sampling, &prompt)?;
     let load_ms = ms(start);
 
@@ -142,6 +150,8 @@ fn prompt_ids(flags: &Flags, file: &Gguf, tokenizer: Option<&Tokenizer>) -> Resu
     let text = match (&flags.prompt, &flags.file) {
         (Some(text), _) => text.clone(),
         (None, Some(path)) => std::fs::read_to_string(path).map_err(Error::io("can not read", path))?,
+        // A plan does not depend on what is said.
+        (None, None) if flags.plan.is_some() => return Ok(vec![0]),
         (None, None) => return Err(Error::argument("-p", "a prompt (-p, -f or --tokens)", "none")),
     };
     let Some(tokenizer) = tokenizer else {
@@ -262,13 +272,25 @@ pub(super) fn merged(mut first: Value, second: Value) -> Value {
 
 /// What the pool did.
 pub(super) fn pool_json(runtime: &Runtime) -> Value {
-    let (stats, counters) = (runtime.pool().stats(), runtime.pool().counters());
-    json!({
-        "mode": runtime.pool().mode().to_string(),
-        "reserved_peak_bytes": stats.reserved_bytes.peak,
-        "allocated_peak_bytes": stats.allocated_bytes.peak,
-        "give_backs": counters.give_backs,
-    })
+    let of = |pool: &Pool| {
+        let (stats, counters) = (pool.stats(), pool.counters());
+        [stats.reserved_bytes.peak, stats.allocated_bytes.peak, counters.give_backs]
+    };
+    let json = |[reserved, allocated, give_backs]: [u64; 3]| {
+        json!({
+            "mode": runtime.pool().mode().to_string(),
+            "reserved_peak_bytes": reserved,
+            "allocated_peak_bytes": allocated,
+            "give_backs": give_backs,
+        })
+    };
+    let each: Vec<[u64; 3]> = runtime.units().iter().map(|unit| of(unit.pool())).collect();
+    let sum = |at: usize| each.iter().map(|values| values[at]).fold(0, u64::saturating_add);
+    let mut all = json([sum(0), sum(1), sum(2)]);
+    if each.len() > 1 {
+        all["devices"] = each.into_iter().map(json).collect();
+    }
+    all
 }
 
 /// How often the device kept what single tokens chose of the host's experts, which is said too; null where it keeps none.

@@ -4,7 +4,7 @@ use evergraph_kernels::ops::{SampleState, TensorView};
 use evergraph_kernels::quant::QuantType;
 use evergraph_pool::{DeviceSlice, Element, Purpose, Tracked, Use};
 
-use super::runtime::Runtime;
+use super::runtime::Unit;
 use super::step::{tensor_bytes, view_of};
 use crate::error::Result;
 
@@ -22,8 +22,8 @@ pub(super) struct Buffers {
     pub(super) position: Buffer<i32>,
     pub(super) recent: Buffer<i32>,
     pub(super) state: Buffer<SampleState>,
-    /// Zeros between ops.
-    pub(super) counters: Buffer<i32>,
+    /// Zeros between ops, for each device.
+    pub(super) counters: Vec<Buffer<i32>>,
     pub(super) taps: Vec<Buffer<f32>>,
 }
 
@@ -34,10 +34,10 @@ pub(super) struct Buffer<T: Element> {
 }
 
 impl<T: Element> Buffer<T> {
-    pub(super) fn new(runtime: &Runtime, name: &str, ty: QuantType, shape: &[usize]) -> Result<Self> {
+    pub(super) fn new(unit: &Unit, name: &str, ty: QuantType, shape: &[usize]) -> Result<Self> {
         let len = tensor_bytes(ty, shape)? / size_of::<T>();
-        let slice = runtime.pool().alloc_for::<T>(len, Purpose::State, runtime.stream())?;
-        let view = view_of(&slice, name, runtime.device(), ty, shape)?;
+        let slice = unit.pool().alloc_for::<T>(len, Purpose::State, unit.stream())?;
+        let view = view_of(&slice, name, unit.device(), ty, shape)?;
         Ok(Self { slice, view })
     }
 
@@ -49,14 +49,14 @@ impl<T: Element> Buffer<T> {
 
 impl Buffers {
     /// Zeros, in which the blocks of a kernel count each other.
-    pub(super) fn counters(runtime: &Runtime) -> Result<Buffer<i32>> {
-        let counters = Buffer::new(runtime, "counters", QuantType::I32, &[COUNTERS])?;
-        runtime.stream().upload(&[0; COUNTERS], &counters.slice)?;
+    pub(super) fn counters(unit: &Unit) -> Result<Buffer<i32>> {
+        let counters = Buffer::new(unit, "counters", QuantType::I32, &[COUNTERS])?;
+        unit.stream().upload(&[0; COUNTERS], &counters.slice)?;
         Ok(counters)
     }
 
     pub(super) fn uses(&self) -> impl Iterator<Item = (&dyn Tracked, Use)> {
-        let fixed: [&dyn Tracked; 9] = [
+        let fixed: [&dyn Tracked; 8] = [
             &self.ids.slice,
             &self.positions.slice,
             &self.hidden.slice,
@@ -65,10 +65,10 @@ impl Buffers {
             &self.position.slice,
             &self.recent.slice,
             &self.state.slice,
-            &self.counters.slice,
         ];
         let taps = self.taps.iter().map(|tap| &tap.slice as &dyn Tracked);
-        fixed.into_iter().chain(taps).map(|tracked| (tracked, Use::State))
+        let counters = self.counters.iter().map(|counters| &counters.slice as &dyn Tracked);
+        fixed.into_iter().chain(counters).chain(taps).map(|tracked| (tracked, Use::State))
     }
 }
 

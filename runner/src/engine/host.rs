@@ -16,7 +16,7 @@ use evergraph_kernels::host::{HostBlock, HostFaults, HostNode, HostPart, Keep};
 use evergraph_kernels::lane::Lane;
 use evergraph_kernels::ops::{HostAsk, HostWait, Root, TensorView};
 use evergraph_kernels::quant::QuantType;
-use evergraph_pool::driver::Fault;
+use evergraph_pool::driver::{DeviceOrdinal, Fault};
 use evergraph_pool::{DeviceSlice, HostBuffer, HostWords, Purpose, Tracked, Use};
 use parking_lot::Mutex;
 
@@ -62,12 +62,15 @@ const LOOKS: u32 = 1 << 13;
 pub(crate) struct HostSide {
     how: HostWork,
     runtime: Arc<Runtime>,
+    /// Where steps begin and end, and ask for the host.
+    home: DeviceOrdinal,
     buffer: HostBuffer<i32>,
     words: HostWords,
     turn: DeviceSlice<i32>,
     ask: HostAsk,
     wait: HostWait,
     memory: Mutex<Memory>,
+    crossings: Mutex<Vec<Crossings>>,
     /// Of every step that was captured, what the host does in it, in order.
     parts: Mutex<HashMap<StepKey, Arc<[Arc<HostPart>]>>>,
     faults: Arc<HostFaults>,
@@ -91,10 +94,16 @@ const MOST_PLACES: usize = 16;
 /// Memory of the part that is being put together. Parts are done one after the other, so all start at the same place.
 #[derive(Debug, Default)]
 struct Memory {
-    crossing: Vec<Arc<HostBuffer<u8>>>,
-    crossed: Filled,
     scratch: Option<Arc<HostBlock>>,
     used: Filled,
+}
+
+/// Page-locked memory of the part, which one device reaches.
+#[derive(Debug)]
+struct Crossings {
+    device: DeviceOrdinal,
+    buffers: Vec<Arc<HostBuffer<u8>>>,
+    crossed: Filled,
 }
 
 /// How far the newest memory is used, and how much the part has taken in all.
@@ -135,9 +144,10 @@ pub struct Crossing {
 }
 
 impl HostSide {
-    /// Beside a runtime's device, for a model whose weights `keep` keeps.
-    pub(crate) fn new(runtime: &Arc<Runtime>, keep: Vec<Keep>, shares: Shares) -> Result<Self> {
-        let (pool, stream, device) = (runtime.pool(), runtime.stream(), runtime.device());
+    /// Beside a runtime whose steps begin and end on device `home`, for a model whose weights `keep` keeps.
+    pub(crate) fn new(runtime: &Arc<Runtime>, home: DeviceOrdinal, keep: Vec<Keep>, shares: Shares) -> Result<Self> {
+        let unit = runtime.unit(home);
+        let (pool, stream, device) = (unit.pool(), unit.stream(), unit.device());
         let buffer = pool.host_buffer::<i32>(WORDS)?;
         let turn = pool.alloc_for::<i32>(1, Purpose::State, stream)?;
         stream.upload(&[0], &turn)?;
@@ -151,6 +161,8 @@ impl HostSide {
             buffer,
             turn,
             memory: Mutex::default(),
+            crossings: Mutex::default(),
+            home: device,
             parts: Mutex::default(),
             faults: Arc::default(),
             keep,
@@ -202,7 +214,7 @@ impl HostSide {
         if !(1..=MOST_PLACES).contains(&count) {
             return Ok(None);
         }
-        let all = view_of(&self.places, "places", self.runtime.device(), QuantType::I32, &[MOST_PLACES])?;
+        let all = view_of(&self.places, "places", self.home, QuantType::I32, &[MOST_PLACES])?;
         Ok(Some(all.narrow(0, 0, count)?))
     }
 
@@ -224,30 +236,39 @@ impl HostSide {
 
     /// What a part takes from here on may lie where the last one's lay.
     pub(super) fn begin_part(&self) {
-        let mut memory = self.memory.lock();
-        memory.crossed = Filled::default();
-        memory.used = Filled::default();
+        self.memory.lock().used = Filled::default();
+        self.crossings.lock().iter_mut().for_each(|there| there.crossed = Filled::default());
     }
 
-    /// Page-locked memory for a tensor.
-    pub(super) fn crossing(&self, name: &str, ty: QuantType, shape: &[usize]) -> Result<Crossing> {
+    /// Page-locked memory for a tensor that crosses between a device and the host.
+    pub(super) fn crossing(
+        &self,
+        device: DeviceOrdinal,
+        name: &str,
+        ty: QuantType,
+        shape: &[usize],
+    ) -> Result<Crossing> {
         let bytes = super::tensor_bytes(ty, shape)?;
-        let mut memory = self.memory.lock();
-        let Memory { crossing, crossed, .. } = &mut *memory;
-        let there = crossing.last().map_or(0, |buffer| buffer.bytes());
-        let offset = match crossed.take(bytes, there) {
+        let mut crossings = self.crossings.lock();
+        let missing = || Error::CheckFailed(format!("no memory for {name}"));
+        if !crossings.iter().any(|there| there.device == device) {
+            crossings.push(Crossings { device, buffers: Vec::new(), crossed: Filled::default() });
+        }
+        let there = crossings.iter_mut().find(|there| there.device == device).ok_or_else(missing)?;
+        let Crossings { buffers, crossed, .. } = there;
+        let room = buffers.last().map_or(0, |buffer| buffer.bytes());
+        let offset = match crossed.take(bytes, room) {
             Some(offset) => offset,
             None => {
-                crossing.push(Arc::new(self.runtime.pool().host_buffer(crossed.wanted(bytes))?));
+                buffers.push(Arc::new(self.runtime.unit(device).pool().host_buffer(crossed.wanted(bytes))?));
                 crossed.offset = 0;
                 crossed.take(bytes, usize::MAX).unwrap_or(0)
             }
         };
-        let missing = || Error::CheckFailed(format!("no memory for {name}"));
-        let buffer = crossing.last().ok_or_else(missing)?;
+        let buffer = buffers.last().ok_or_else(missing)?;
         let at = buffer.ptr().checked_add(offset).ok_or_else(missing)?;
         let allocation = buffer.token().allocation.get();
-        let device = Root::with_allocation(name, at, bytes, self.runtime.device(), allocation);
+        let device = Root::with_allocation(name, at, bytes, device, allocation);
         let host = Root::with_allocation(name, at, bytes, evergraph_kernels::host::HOST, allocation);
         Ok(Crossing { device: TensorView::new(&device, ty, shape)?, host: TensorView::new(&host, ty, shape)? })
     }
@@ -280,14 +301,21 @@ impl HostSide {
         if let Some(cache) = &self.cache {
             cache.declare(scope)?;
         }
-        let buffers = self.memory.lock().crossing.clone();
-        for buffer in &buffers {
+        let crossings = self.crossings.lock();
+        let of = |there: &Crossings| {
+            let device = there.device;
+            there.buffers.iter().map(move |buffer| (device, Arc::clone(buffer))).collect::<Vec<_>>()
+        };
+        let buffers: Vec<_> = crossings.iter().flat_map(of).collect();
+        drop(crossings);
+        for (_, buffer) in &buffers {
             scope.declare(&**buffer, Use::State)?;
         }
         if !scope.capturing() {
             self.buffer.record_stream(scope.stream())?;
-            for buffer in &buffers {
-                buffer.record_stream(scope.stream())?;
+            for (device, buffer) in &buffers {
+                // A step's streams have joined when it ends.
+                buffer.record_stream(self.runtime.unit(*device).stream())?;
             }
         }
         Ok(())
@@ -317,9 +345,10 @@ impl HostSide {
         while told.load(Ordering::Acquire) == last {
             looks += 1;
             if looks % LOOKS == 0 {
-                let driver = self.runtime.pool().driver();
+                let unit = self.runtime.unit(self.home);
+                let driver = unit.pool().driver();
                 driver.bind()?;
-                if driver.stream_query(self.runtime.stream().handle())? && told.load(Ordering::Acquire) == last {
+                if driver.stream_query(unit.stream().handle())? && told.load(Ordering::Acquire) == last {
                     return Err(Error::CheckFailed("the device did not ask the host for its share".to_owned()));
                 }
                 // Where there are fewer cores than threads, the device of this process may need this one.
@@ -355,7 +384,8 @@ impl HostSide {
         };
         set(GAVE_UP, 1);
         // On a device that died nothing waits any more, and nothing will be launched.
-        let waited = self.runtime.stream().synchronize().and_then(|()| self.runtime.stream().upload(&[0], &self.turn));
+        let stream = self.runtime.unit(self.home).stream();
+        let waited = stream.synchronize().and_then(|()| stream.upload(&[0], &self.turn));
         if waited.is_ok() {
             set(TOLD, 0);
             set(DONE, 0);
@@ -374,7 +404,7 @@ impl fmt::Debug for HostSide {
 impl Drop for HostSide {
     fn drop(&mut self) {
         // Host functions may still be in the stream, with addresses of buffers that are about to go.
-        let _ = self.runtime.stream().synchronize();
+        let _ = self.runtime.synchronize();
     }
 }
 

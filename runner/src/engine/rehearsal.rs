@@ -14,7 +14,7 @@ use evergraph_pool::driver::host::{HostConfig, HostDevice, Poison};
 use evergraph_pool::{DeviceSlice, Stream, Tracked, Use};
 use parking_lot::Mutex;
 
-use super::runtime::{Runtime, RuntimeConfig};
+use super::runtime::{Runtime, RuntimeConfig, Unit};
 use crate::error::Result;
 
 /// Least memory of a device that stands in: more than any asks for. It takes address space only.
@@ -114,6 +114,21 @@ impl Runtime {
         pool.driver().bind()?;
         let free = pool.driver().mem_info()?.free_bytes;
         Ok(free.min(pool.limit().map_or(usize::MAX, |limit| limit.saturating_sub(taken))))
+    }
+
+    /// The free memory of each device, as shares of a model.
+    ///
+    /// # Errors
+    /// Those of the drivers.
+    pub fn free_shares(&self) -> Result<Vec<f64>> {
+        let free = |unit: &Unit| {
+            let pool = unit.pool();
+            let taken = pool.stats().reserved_bytes.current as usize;
+            pool.driver().bind()?;
+            let free = pool.driver().mem_info()?.free_bytes;
+            Ok(free.min(pool.limit().map_or(usize::MAX, |limit| limit.saturating_sub(taken))) as f64)
+        };
+        self.units().iter().map(free).collect()
     }
 
     /// In a rehearsal: scratch of the largest step of a kind so far, bytes.

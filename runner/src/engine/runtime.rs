@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use evergraph_graphcache::{CacheConfig, CostTable, Counters, GraphCache, GraphKey, Outcome, Request};
 use evergraph_kernels::cuda::{Blas, BlasError};
+use evergraph_kernels::plan::{DeviceLane, Events};
 use evergraph_kernels::{KernelError, Kernels};
 use evergraph_pool::driver::host::HostConfig;
 use evergraph_pool::driver::{DeviceOrdinal, DynDriver};
@@ -14,7 +15,7 @@ use super::host::{HostSide, HostWork};
 use super::rehearsal::Rehearsal;
 use super::step::Step;
 use crate::device::Device;
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// What products with weights in blocks take as their other factor.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -60,20 +61,68 @@ impl Default for RuntimeConfig {
     }
 }
 
-/// A device ready for work.
+/// One device of a runtime: where its memory comes from, where its work goes, and what does it.
+#[derive(Debug)]
+pub struct Unit {
+    kernels: Arc<Kernels>,
+    /// That tie its stream to those of others.
+    events: Arc<Events>,
+    stream: Stream,
+    pool: Pool,
+}
+
+impl Unit {
+    fn new(driver: DynDriver, config: &RuntimeConfig) -> Result<Self> {
+        let pool = Pool::new(Arc::clone(&driver), config.pool.clone())?;
+        let stream = Stream::new(&driver)?;
+        let events = Arc::new(Events::new(&driver)?);
+        Ok(Self { kernels: Arc::new(Kernels::load(driver)?), events, stream, pool })
+    }
+
+    /// Its pool.
+    #[must_use]
+    pub fn pool(&self) -> &Pool {
+        &self.pool
+    }
+
+    /// Its stream.
+    #[must_use]
+    pub fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
+    /// Its kernels.
+    #[must_use]
+    pub fn kernels(&self) -> &Arc<Kernels> {
+        &self.kernels
+    }
+
+    /// Its number.
+    #[must_use]
+    pub fn device(&self) -> DeviceOrdinal {
+        self.pool.device()
+    }
+
+    fn lane(&self) -> DeviceLane<'_> {
+        let (kernels, stream) = (&*self.kernels, self.stream.handle());
+        DeviceLane { device: self.device(), kernels, stream, events: &self.events }
+    }
+}
+
+/// One device or several, ready for work.
 ///
 /// # Reuse and capture
-/// All steps run on one stream, so memory that one step frees is the next one's at once. Scratch of an idle
+/// All steps begin and end on one stream of one device, so memory that one step frees is the next one's at once. A step over several
+/// devices forks into a stream of each, by events, and is one graph that depends on the memory of all. Scratch of an idle
 /// graph may be taken when memory is short; its next launch repairs it.
 #[derive(Debug)]
 pub struct Runtime {
-    // Graphs go before the kernels that they launch and the pool that they depend on.
+    // Graphs go before the kernels that they launch and the pools that they depend on.
     cache: GraphCache,
-    kernels: Arc<Kernels>,
+    /// At least one.
+    units: Vec<Unit>,
     /// What this stands in for, if it does.
     pub(super) rehearsal: Option<Rehearsal>,
-    stream: Stream,
-    pool: Pool,
     config: RuntimeConfig,
 }
 
@@ -99,12 +148,31 @@ impl Runtime {
     /// # Errors
     /// Those of the driver and the pool.
     pub fn new(driver: DynDriver, config: RuntimeConfig) -> Result<Self> {
-        let pool = Pool::new(Arc::clone(&driver), config.pool.clone())?;
-        let stream = Stream::new(&driver)?;
-        let costs = CostTable::of(driver.info());
-        let kernels = Arc::new(Kernels::load(driver)?);
+        Self::several(vec![driver], config)
+    }
+
+    /// Takes several devices, each with a pool, a stream and kernels of its own.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for none; those of the drivers and the pools.
+    pub fn several(drivers: Vec<DynDriver>, config: RuntimeConfig) -> Result<Self> {
+        let Some(first) = drivers.first() else { return Err(Error::argument("--devices", "at least one", 0)) };
+        let costs = CostTable::of(first.info());
+        let units = drivers.into_iter().map(|driver| Unit::new(driver, &config)).collect::<Result<Vec<_>>>()?;
         let cache = GraphCache::new(CacheConfig::default().graphs(config.graphs).strict(config.strict).costs(costs));
-        Ok(Self { cache, kernels, rehearsal: None, stream, pool, config })
+        Ok(Self { cache, units, rehearsal: None, config })
+    }
+
+    /// The devices, in their order.
+    #[must_use]
+    pub fn units(&self) -> &[Unit] {
+        &self.units
+    }
+
+    /// The device of this number; of a number that no device here has, the first.
+    #[must_use]
+    pub fn unit(&self, device: DeviceOrdinal) -> &Unit {
+        self.units.iter().find(|unit| unit.device() == device).unwrap_or(&self.units[0])
     }
 
     /// Makes cuBLAS ready for large dense products, where there is such a device and the library. It takes memory for a
@@ -116,41 +184,57 @@ impl Runtime {
         if self.is_rehearsal() {
             return self.rehearse_products();
         }
-        if self.pool.driver().info().backend != "cuda" || self.kernels.blas().is_some() {
-            return Ok(());
-        }
-        match Blas::new(&self.pool, &self.stream) {
-            Ok(blas) => self.kernels.use_blas(blas),
-            Err(error @ BlasError::Missing { .. }) => {
-                tracing::info!(%error, "large dense products are left to the kernels of this program");
+        for unit in &self.units {
+            if unit.pool.driver().info().backend != "cuda" || unit.kernels.blas().is_some() {
+                continue;
             }
-            Err(error) => return Err(KernelError::Product(error.to_string()).into()),
+            match Blas::new(&unit.pool, &unit.stream) {
+                Ok(blas) => unit.kernels.use_blas(blas),
+                Err(error @ BlasError::Missing { .. }) => {
+                    tracing::info!(%error, "large dense products are left to the kernels of this program");
+                }
+                Err(error) => return Err(KernelError::Product(error.to_string()).into()),
+            }
         }
         Ok(())
     }
 
-    /// The pool.
+    /// The pool of the first device.
     #[must_use]
     pub fn pool(&self) -> &Pool {
-        &self.pool
+        &self.units[0].pool
     }
 
-    /// The stream that all steps run on.
+    /// The stream of the first device, which all steps run on where there is one device.
     #[must_use]
     pub fn stream(&self) -> &Stream {
-        &self.stream
+        &self.units[0].stream
     }
 
-    /// The kernels.
+    /// The kernels of the first device.
     #[must_use]
     pub fn kernels(&self) -> &Arc<Kernels> {
-        &self.kernels
+        &self.units[0].kernels
     }
 
-    /// The device's number.
+    /// The first device's number.
     #[must_use]
     pub fn device(&self) -> DeviceOrdinal {
-        self.pool.device()
+        self.units[0].device()
+    }
+
+    /// The device that memory is of; the first one for memory of nobody here.
+    pub(crate) fn unit_of(&self, memory: &(impl Tracked + ?Sized)) -> &Unit {
+        let pool = memory.token().allocation.pool();
+        self.units.iter().find(|unit| unit.pool.id() == pool).unwrap_or(&self.units[0])
+    }
+
+    /// Waits for everything queued on all devices.
+    ///
+    /// # Errors
+    /// Those of the drivers.
+    pub fn synchronize(&self) -> Result<()> {
+        self.units.iter().try_for_each(|unit| Ok(unit.stream.synchronize()?))
     }
 
     /// The settings.
@@ -162,7 +246,7 @@ impl Runtime {
     /// How the host gets to know of its share of a step.
     #[must_use]
     pub fn host_work(&self) -> HostWork {
-        self.config.host_work.unwrap_or(match self.pool.driver().info().backend {
+        self.config.host_work.unwrap_or(match self.pool().driver().info().backend {
             // Its streams are threads of this process, which would take the core that is to do the work.
             "host" => HostWork::Nodes,
             _ => HostWork::Turns,
@@ -194,15 +278,17 @@ impl Runtime {
         touches: &[Touch],
         build: impl Fn(&mut Step<'_>) -> Result<()>,
     ) -> Result<Outcome> {
-        self.step_beside(key, uses, touches, None, build)
+        self.step_on(self.device(), key, uses, touches, None, build)
     }
 
-    /// As [`step`](Self::step), for one in which the host has a share. That is done when this returns.
+    /// As [`step`](Self::step), for one that begins and ends on the stream of device `home`, and in which the host may have a
+    /// share. That is done when this returns.
     ///
     /// # Errors
     /// As for [`step`](Self::step), and those of the host's share.
-    pub(super) fn step_beside(
+    pub(super) fn step_on(
         &self,
+        home: DeviceOrdinal,
         key: StepKey,
         uses: &[(&dyn Tracked, Use)],
         touches: &[Touch],
@@ -210,18 +296,27 @@ impl Runtime {
         build: impl Fn(&mut Step<'_>) -> Result<()>,
     ) -> Result<Outcome> {
         let graph_key = GraphKey::new(key);
+        let home = self.unit(home);
+        let others: Vec<&Unit> = self.units.iter().filter(|unit| unit.device() != home.device()).collect();
+        let beside: Vec<(&Pool, &Stream)> = others.iter().map(|unit| (&unit.pool, &unit.stream)).collect();
         // Scratch of an idle graph may be taken when memory is short; the graph is repaired at its next launch.
-        let request = Request::new(&graph_key, &self.pool, &self.stream).policy(ScratchPolicy::Track).touches(touches);
+        let request = Request::new(&graph_key, &home.pool, &home.stream).policy(ScratchPolicy::Track);
+        let request = request.beside(&beside).touches(touches);
         let ran = self.cache.run(&request, |scope| {
             for (memory, use_) in uses {
                 scope.declare(*memory, *use_)?;
             }
-            scope.keep(Arc::clone(&self.kernels) as _);
-            if let Some(blas) = self.kernels.blas() {
-                scope.declare(blas.workspace(), Use::Scratch)?;
+            for unit in &self.units {
+                scope.keep(Arc::clone(&unit.kernels) as _);
+                if let Some(blas) = unit.kernels.blas() {
+                    scope.declare(blas.workspace(), Use::Scratch)?;
+                }
             }
-            let allocate = |bytes| Ok(scope.alloc::<u8>(bytes)?);
-            let mut step = Step::new(self.device(), self.config.act, &allocate, side, scope.capturing());
+            let allocate = |device, bytes| match others.iter().position(|unit| unit.device() == device) {
+                Some(lane) => Ok(scope.alloc_beside::<u8>(lane, bytes)?),
+                None => Ok(scope.alloc::<u8>(bytes)?),
+            };
+            let mut step = Step::new(home.device(), self.config.act, &allocate, side, scope.capturing());
             build(&mut step)?;
             if let Some(side) = side {
                 side.declare(scope)?;
@@ -231,7 +326,10 @@ impl Runtime {
                     rehearsal.stand_in(key.what, step.scratch_bytes(), uses, scope.stream())?;
                     Vec::new()
                 }
-                None => step.launch(&self.kernels, scope.stream().handle())?,
+                None => {
+                    let lanes = std::iter::once(home).chain(others.iter().copied()).map(Unit::lane);
+                    step.launch(&lanes.collect::<Vec<_>>())?
+                }
             };
             if let Some(side) = side.filter(|_| scope.capturing()) {
                 side.captured(key, parts);
@@ -251,7 +349,7 @@ impl Drop for Runtime {
     fn drop(&mut self) {
         // Kernels must not be unloaded under queued work, which an error on the way may have left behind. A
         // device that died has nothing to wait for.
-        let _ = self.stream.synchronize();
+        self.units.iter().for_each(|unit| drop(unit.stream.synchronize()));
     }
 }
 

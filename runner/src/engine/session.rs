@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use evergraph_kernels::ops::{Advance, Sample, SampleState, TensorView};
 use evergraph_kernels::quant::QuantType;
-use evergraph_pool::{DeviceSlice, Element};
+use evergraph_pool::driver::DeviceOrdinal;
+use evergraph_pool::{DeviceSlice, Element, Stream};
 
 use super::buffers::{Buffer, Buffers};
 use super::config::SessionConfig;
@@ -28,6 +29,8 @@ use crate::sampling::Sampling;
 #[derive(Debug)]
 pub struct Session {
     runtime: Arc<Runtime>,
+    /// The device of the output matrix: there steps begin and end, and tokens are chosen.
+    home: DeviceOrdinal,
     model: Arc<Decoder>,
     id: u64,
     context: usize,
@@ -101,20 +104,22 @@ impl Session {
         let logit_rows = config.logit_rows.clamp(1, ubatch);
         let (width, vocabulary) = (model.width, model.vocabulary);
         let runs = &*runtime;
+        let home = model.home_device(runs);
+        let at = runs.unit(home);
         let outputs = if config.taps { model.depth() + 1 } else { 0 };
         let io = Buffers {
-            ids: Buffer::new(runs, "token ids", QuantType::I32, &[ubatch])?,
-            positions: Buffer::new(runs, "positions", QuantType::I32, &[ubatch])?,
-            hidden: Buffer::new(runs, "last hidden states", QuantType::F32, &[ubatch, width])?,
-            logits: Buffer::new(runs, "logits", QuantType::F32, &[logit_rows, vocabulary])?,
-            token: Buffer::new(runs, "next token", QuantType::I32, &[1])?,
-            position: Buffer::new(runs, "next position", QuantType::I32, &[1])?,
-            recent: Buffer::new(runs, "recent tokens", QuantType::I32, &[context])?,
-            state: Buffer::new(runs, "sampling state", QuantType::I8, &[SampleState::BYTES])?,
-            counters: Buffers::counters(runs)?,
+            ids: Buffer::new(at, "token ids", QuantType::I32, &[ubatch])?,
+            positions: Buffer::new(at, "positions", QuantType::I32, &[ubatch])?,
+            hidden: Buffer::new(at, "last hidden states", QuantType::F32, &[ubatch, width])?,
+            logits: Buffer::new(at, "logits", QuantType::F32, &[logit_rows, vocabulary])?,
+            token: Buffer::new(at, "next token", QuantType::I32, &[1])?,
+            position: Buffer::new(at, "next position", QuantType::I32, &[1])?,
+            recent: Buffer::new(at, "recent tokens", QuantType::I32, &[context])?,
+            state: Buffer::new(at, "sampling state", QuantType::I8, &[SampleState::BYTES])?,
+            counters: runs.units().iter().map(Buffers::counters).collect::<Result<_>>()?,
             taps: (0..outputs)
                 .map(|index| {
-                    Buffer::new(runs, &format!("output {index}"), QuantType::F32, &[ubatch, model.tap_width(index)])
+                    Buffer::new(at, &format!("output {index}"), QuantType::F32, &[ubatch, model.tap_width(index)])
                 })
                 .collect::<Result<_>>()?,
         };
@@ -127,15 +132,20 @@ impl Session {
             Some(_) => streamed,
         };
         let on_host = runs.target().backend == "host";
-        let shares = Shares { streamed, device: config.device_experts.unwrap_or(if on_host { 0 } else { 3 }) };
-        let side = model.uses_host().then(|| HostSide::new(&runtime, model.weights.keep(), shares)).transpose()?;
-        let kept = match config.expert_cache.filter(|&bytes| bytes > 0 && side.is_some()) {
+        // Over the bus experts come to the device that steps begin on, and no other.
+        let alone = runs.units().len() == 1;
+        let device = config.device_experts.unwrap_or(if on_host { 0 } else { 3 });
+        let shares = if alone { Shares { streamed, device } } else { Shares { streamed: None, device: 0 } };
+        let side =
+            model.uses_host().then(|| HostSide::new(&runtime, home, model.weights.keep(), shares)).transpose()?;
+        let kept = match config.expert_cache.filter(|&bytes| bytes > 0 && side.is_some() && alone) {
             Some(bytes) => ExpertCache::new(runs, model.host_experts(), bytes)?,
             None => None,
         };
         let side = side.map(|side| side.with_cache(kept));
         Ok(Self {
             runtime,
+            home,
             model,
             id,
             context,
@@ -206,7 +216,7 @@ impl Session {
     /// Those of the device.
     pub fn expert_tally(&self) -> Result<Option<ExpertTally>> {
         let cache = self.side.as_ref().and_then(HostSide::cache).filter(|_| !self.runtime.is_rehearsal());
-        cache.map(|cache| cache.tally(self.runtime.stream())).transpose()
+        cache.map(|cache| cache.tally(self.stream())).transpose()
     }
 
     /// The key and value caches.
@@ -249,7 +259,7 @@ impl Session {
     /// # Errors
     /// Those of the device.
     pub fn mark(&self) -> Result<Mark> {
-        let rings = if self.taken == 0 { None } else { Some(self.cache.keep_rings(self.runtime.stream())?) };
+        let rings = if self.taken == 0 { None } else { Some(self.cache.keep_rings(&self.runtime)?) };
         Ok(Mark { session: self.id, taken: self.taken, rings })
     }
 
@@ -264,7 +274,7 @@ impl Session {
             return Err(Error::CheckFailed(place));
         }
         if let Some(rings) = &mark.rings {
-            self.cache.restore_rings(self.runtime.stream(), rings)?;
+            self.cache.restore_rings(&self.runtime, rings)?;
         }
         (self.taken, self.last_batch, self.placed) = (mark.taken, 0, None);
         self.lost.set(false);
@@ -280,12 +290,16 @@ impl Session {
         let Some(word) = i32::try_from(id).ok().filter(|_| (id as usize) < vocabulary) else {
             return Err(Error::TokenId { id: id.into(), vocabulary });
         };
-        let stream = self.runtime.stream();
         if self.placed != Some(self.taken) {
-            stream.upload(&[self.taken as i32], &self.io.position.slice)?;
+            self.stream().upload(&[self.taken as i32], &self.io.position.slice)?;
             self.placed = Some(self.taken);
         }
-        Ok(stream.upload(&[word], &self.io.token.slice)?)
+        Ok(self.stream().upload(&[word], &self.io.token.slice)?)
+    }
+
+    /// Where steps begin and end.
+    fn stream(&self) -> &Stream {
+        self.runtime.unit(self.home).stream()
     }
 
     fn key(&self, what: &'static str, shape: [usize; 3]) -> StepKey {
@@ -303,11 +317,11 @@ impl Session {
         let build = |step: &mut super::Step<'_>| {
             // Blocks of the host's kernels have no need to.
             if self.runtime.target().backend != "host" {
-                step.count_in(&self.io.counters.view);
+                self.io.counters.iter().for_each(|counters| step.count_in(&counters.view));
             }
             build(step)
         };
-        let ran = self.runtime.step_beside(key, &uses, self.cache.touches(), self.side.as_ref(), build);
+        let ran = self.runtime.step_on(self.home, key, &uses, self.cache.touches(), self.side.as_ref(), build);
         // The device went on without the host's share.
         self.lost.set(self.side.is_some() && ran.is_err());
         ran.map(|_| ())
@@ -317,7 +331,7 @@ impl Session {
     /// of its stream.
     fn change_experts(&self) -> Result<()> {
         let Some(cache) = self.side.as_ref().and_then(HostSide::cache) else { return Ok(()) };
-        if self.runtime.is_rehearsal() || !cache.turn(self.runtime.stream())? {
+        if self.runtime.is_rehearsal() || !cache.turn(self.stream())? {
             return Ok(());
         }
         self.run(self.key("experts", [0; 3]), |step| cache.push(step))?;
@@ -390,15 +404,11 @@ impl Session {
         // Both fit: ids are below the vocabulary, positions below the context.
         let ids: Vec<i32> = batch.iter().map(|&id| id as i32).collect();
         let positions: Vec<i32> = (self.taken..self.taken + count).map(|position| position as i32).collect();
-        self.runtime.stream().upload(&ids, &self.io.ids.slice)?;
-        self.runtime.stream().upload(&positions, &self.io.positions.slice)?;
+        self.stream().upload(&ids, &self.io.ids.slice)?;
+        self.stream().upload(&positions, &self.io.positions.slice)?;
         let scored = self.cache.scored(count);
         let queries = scored.map_or(0, |_| self.cache.queries_at_once(count));
-        self.run(self.key("prompt", [count, scored.unwrap_or(0), queries]), |step| {
-            let (ids, positions) = (self.io.ids.first(count)?, self.io.positions.first(count)?);
-            let out = self.io.hidden.first(count)?;
-            self.model.forward(step, &ids, &positions, &self.cache, &out, self.taps().as_ref())
-        })?;
+        self.run(self.key("prompt", [count, scored.unwrap_or(0), queries]), |step| self.prompt_ops(step, count))?;
         self.taken += count;
         self.last_batch = count;
         Ok(())
@@ -415,7 +425,7 @@ impl Session {
             return Err(Error::CheckFailed("steps are laid out on a device that would run them".to_owned()));
         }
         let batch = vec![0; self.ubatch];
-        self.runtime.stream().upload(&[0], &self.io.token.slice)?;
+        self.stream().upload(&[0], &self.io.token.slice)?;
         for _ in 0..TIMES {
             self.taken = self.context - batch.len();
             self.feed_batch(&batch)?;
@@ -478,8 +488,8 @@ impl Session {
         let ring: Vec<i32> = kept.iter().map(|&id| id as i32).collect();
         let mut state = sampling.state();
         state.recent_len = ring.len() as u64;
-        self.runtime.stream().upload(&ring, &self.io.recent.slice)?;
-        Ok(self.runtime.stream().upload(&[state], &self.io.state.slice)?)
+        self.stream().upload(&ring, &self.io.recent.slice)?;
+        Ok(self.stream().upload(&[state], &self.io.state.slice)?)
     }
 
     /// Chooses the token after the last one fed. It is not part of the sequence before
@@ -491,7 +501,7 @@ impl Session {
         let Some(row) = self.last_batch.checked_sub(1) else {
             return Err(Error::CheckFailed("a token was asked for before the first one was fed".to_owned()));
         };
-        self.runtime.stream().upload(&[self.taken as i32], &self.io.position.slice)?;
+        self.stream().upload(&[self.taken as i32], &self.io.position.slice)?;
         self.placed = Some(self.taken);
         self.run(self.key("pick", [row, 0, 0]), |step| {
             let hidden = self.io.hidden.view.narrow(0, row, 1)?;
@@ -515,18 +525,42 @@ impl Session {
         // Not known if the step fails half-way.
         self.placed = None;
         let scored = self.cache.scored(1).unwrap_or(0);
-        self.run(self.key("decode", [1, scored, 0]), |step| {
-            let (ids, positions) = (&self.io.token.view, &self.io.position.view);
-            let out = self.io.hidden.first(1)?;
-            self.model.forward(step, ids, positions, &self.cache, &out, self.taps().as_ref())?;
-            self.model.head(step, &out, &self.io.logits.first(1)?)?;
-            self.sample(step)?;
-            step.push(Advance { positions: positions.clone(), by: 1 })
-        })?;
+        self.run(self.key("decode", [1, scored, 0]), |step| self.decode_ops(step))?;
         self.taken += 1;
         self.last_batch = 1;
         self.placed = Some(self.taken);
         self.read_token()
+    }
+
+    /// Appends the ops of a step of `count` tokens of a prompt.
+    pub(super) fn prompt_ops(&self, step: &mut super::Step<'_>, count: usize) -> Result<()> {
+        let (ids, positions) = (self.io.ids.first(count)?, self.io.positions.first(count)?);
+        let out = self.io.hidden.first(count)?;
+        self.model.forward(step, &ids, &positions, &self.cache, &out, self.taps().as_ref())
+    }
+
+    /// Appends the ops that take the chosen token in and choose the next.
+    pub(super) fn decode_ops(&self, step: &mut super::Step<'_>) -> Result<()> {
+        let (ids, positions) = (&self.io.token.view, &self.io.position.view);
+        let out = self.io.hidden.first(1)?;
+        self.model.forward(step, ids, positions, &self.cache, &out, self.taps().as_ref())?;
+        self.model.head(step, &out, &self.io.logits.first(1)?)?;
+        self.sample(step)?;
+        step.push(Advance { positions: positions.clone(), by: 1 })
+    }
+
+    /// Makes room in the cache for so many tokens.
+    pub(super) fn reach(&mut self, tokens: usize) -> Result<()> {
+        self.cache.reach(tokens)
+    }
+
+    /// The device that steps begin and end on.
+    pub(super) fn home(&self) -> DeviceOrdinal {
+        self.home
+    }
+
+    pub(super) fn side(&self) -> Option<&HostSide> {
+        self.side.as_ref()
     }
 
     fn sample(&self, step: &mut super::Step<'_>) -> Result<()> {
@@ -539,7 +573,7 @@ impl Session {
     }
 
     fn download<T: Element>(&self, from: &DeviceSlice<T>, into: &mut [T]) -> Result<()> {
-        self.runtime.stream().download_into(from, into)?;
+        self.stream().download_into(from, into)?;
         let checked = self.side.as_ref().map_or(Ok(()), HostSide::check);
         self.lost.set(self.lost.get() || checked.is_err());
         checked

@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
-use evergraph_kernels::Kernels;
-use evergraph_kernels::host::{HostPart, Keep};
+use evergraph_kernels::host::{HOST, HostPart, Keep};
 use evergraph_kernels::lane::Lane;
-use evergraph_kernels::ops::{Op, Plan, Root, TensorView};
+use evergraph_kernels::ops::{Op, Root, TensorView};
+use evergraph_kernels::plan::{DeviceLane, PeerCopy, Plan, PlanStep};
 use evergraph_kernels::quant::QuantType;
-use evergraph_pool::driver::{DeviceOrdinal, DevicePtr, StreamHandle};
+use evergraph_pool::driver::{DeviceOrdinal, DevicePtr};
 use evergraph_pool::{DeviceSlice, Tracked};
 
 use super::expert_cache::CachedExperts;
@@ -21,9 +21,10 @@ use crate::error::{Error, Result};
 /// Scratch comes from the pool while the step is put together and goes back, in stream order, once its ops
 /// are queued. Inside a capture it becomes the graph's.
 pub struct Step<'a> {
+    /// Where scratch is taken.
     device: DeviceOrdinal,
     act: ActType,
-    allocate: &'a dyn Fn(usize) -> Result<DeviceSlice<u8>>,
+    allocate: &'a dyn Fn(DeviceOrdinal, usize) -> Result<DeviceSlice<u8>>,
     side: Option<&'a HostSide>,
     capturing: bool,
     /// Ops up to the next place where the host is waited for, and who does them.
@@ -35,7 +36,7 @@ pub struct Step<'a> {
     /// What keeps the host's memory that ops at hand use.
     keep: Vec<Keep>,
     asked: bool,
-    counters: Option<TensorView>,
+    counters: Vec<TensorView>,
 }
 
 /// What the host was asked for and not yet waited for.
@@ -47,7 +48,7 @@ impl<'a> Step<'a> {
     pub(super) fn new(
         device: DeviceOrdinal,
         act: ActType,
-        allocate: &'a dyn Fn(usize) -> Result<DeviceSlice<u8>>,
+        allocate: &'a dyn Fn(DeviceOrdinal, usize) -> Result<DeviceSlice<u8>>,
         side: Option<&'a HostSide>,
         capturing: bool,
     ) -> Self {
@@ -63,13 +64,13 @@ impl<'a> Step<'a> {
             scratch: Vec::new(),
             keep: Vec::new(),
             asked: false,
-            counters: None,
+            counters: Vec::new(),
         }
     }
 
-    /// Lets ops count in this memory `[n]` of the device, which is declared and holds zeros.
+    /// Lets ops count in this memory `[n]` of its device, which is declared and holds zeros.
     pub(super) fn count_in(&mut self, counters: &TensorView) {
-        self.counters = Some(counters.clone());
+        self.counters.push(counters.clone());
     }
 
     /// What products with weights in blocks are to take.
@@ -84,6 +85,32 @@ impl<'a> Step<'a> {
         self.on_host
     }
 
+    /// The device that scratch is taken on, for the ops that come next.
+    #[must_use]
+    pub fn device(&self) -> DeviceOrdinal {
+        self.device
+    }
+
+    /// Takes scratch on this device from here on. Where an op runs is not said here: it runs where it writes.
+    pub fn go_to(&mut self, device: DeviceOrdinal) {
+        if device != HOST {
+            self.device = device;
+        }
+    }
+
+    /// A tensor of this device as one of the other: a copy between devices, where they are not the same.
+    ///
+    /// # Errors
+    /// Those of the pool.
+    pub fn across(&mut self, name: &'static str, view: &TensorView) -> Result<TensorView> {
+        if view.root().device == self.device || self.on_host {
+            return Ok(view.clone());
+        }
+        let there = self.scratch(name, view.ty(), view.shape())?;
+        self.push(PeerCopy { src: view.clone(), dst: there.clone() })?;
+        Ok(there)
+    }
+
     /// Scratch of a shape, where the ops at hand run. Contents are undefined.
     ///
     /// # Errors
@@ -94,7 +121,7 @@ impl<'a> Step<'a> {
             self.keep(keep);
             return Ok(view);
         }
-        let slice = (self.allocate)(tensor_bytes(ty, shape)?)?;
+        let slice = (self.allocate)(self.device, tensor_bytes(ty, shape)?)?;
         let view = view_of(&slice, name, self.device, ty, shape)?;
         self.scratch.push(slice);
         Ok(view)
@@ -108,12 +135,19 @@ impl<'a> Step<'a> {
         self.scratch(name, QuantType::F32, shape)
     }
 
-    /// Appends an op.
+    /// Appends an op. It runs on the device that it writes, and what it reads of others is copied there first.
     ///
     /// # Errors
-    /// What does not fit about it.
+    /// What does not fit about it; those of the pool.
     pub fn push(&mut self, op: impl Op + 'static) -> Result<()> {
-        Ok(self.plan.push(op)?)
+        let (allocate, scratch) = (self.allocate, &mut self.scratch);
+        self.plan.place(op, &mut |name: &str, bytes, device| {
+            let slice = allocate(device, bytes)?;
+            let allocation = slice.token().allocation.get();
+            let root = Root::with_allocation(name, slice.ptr(), bytes, device, allocation);
+            scratch.push(slice);
+            Ok::<_, Error>(root)
+        })
     }
 
     /// Keeps memory of the host as long as ops at hand may run.
@@ -129,7 +163,7 @@ impl<'a> Step<'a> {
     /// # Errors
     /// Those of the pool; [`Error::CheckFailed`] where nothing of the model is on the host.
     pub fn crossing(&self, name: &'static str, ty: QuantType, shape: &[usize]) -> Result<Crossing> {
-        self.side()?.crossing(name, ty, shape)
+        self.side()?.crossing(self.device, name, ty, shape)
     }
 
     /// Asks the host to do the ops that `build` appends, on memory of the host, once the device has come here. They run
@@ -216,7 +250,8 @@ impl<'a> Step<'a> {
     /// # Errors
     /// None but for sizes that make no sense.
     pub fn counters(&self, count: usize) -> Result<Option<TensorView>> {
-        let all = self.counters.as_ref().filter(|all| !self.on_host && (1..=all.dim(0)).contains(&count));
+        let ours = |all: &&TensorView| all.root().device == self.device && (1..=all.dim(0)).contains(&count);
+        let all = self.counters.iter().filter(|_| !self.on_host).find(ours);
         Ok(all.map(|all| all.narrow(0, 0, count)).transpose()?)
     }
 
@@ -238,18 +273,35 @@ impl<'a> Step<'a> {
         self.len() == 0
     }
 
+    /// The plan of all of it, which is not run.
+    pub(super) fn planned(self) -> Vec<PlanStep> {
+        let mut steps: Vec<PlanStep> = Vec::new();
+        for plan in self.done.iter().map(|(plan, _)| plan).chain([&self.plan]) {
+            // Where the host is waited for, all that comes later comes after all that was before.
+            let first = steps.len();
+            steps.extend(plan.steps().into_iter().map(|mut step| {
+                step.after.iter_mut().for_each(|before| *before += first);
+                if step.after.is_empty() {
+                    step.after.extend(first.checked_sub(1));
+                }
+                step
+            }));
+        }
+        steps
+    }
+
     /// Queues the ops, then lets go of the scratch. Gives back what the host has to do once it is launched, if this was
     /// captured; else that was done.
-    pub(super) fn launch(self, kernels: &Kernels, stream: StreamHandle) -> Result<Vec<Arc<HostPart>>> {
+    pub(super) fn launch(self, lanes: &[DeviceLane<'_>]) -> Result<Vec<Arc<HostPart>>> {
         let mut parts = Vec::new();
         for (plan, part) in self.done {
-            plan.launch(kernels, stream)?;
+            plan.launch_over(lanes, !self.capturing)?;
             match self.side {
                 Some(side) if !self.capturing => side.answer(&part)?,
                 _ => parts.push(part),
             }
         }
-        self.plan.launch(kernels, stream)?;
+        self.plan.launch_over(lanes, !self.capturing)?;
         Ok(parts)
     }
 }

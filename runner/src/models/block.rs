@@ -1,6 +1,7 @@
 //! A block: attention, feed-forward parts, norms, as ops on a step. Models put it together from their files.
 
 use evergraph_kernels::ops::{Part, ResidualNorm, RmsNorm, Spread, TensorView};
+use evergraph_pool::driver::DeviceOrdinal;
 
 use super::attention::{AttentionPart, KeyValue, Scores};
 use super::experts::RouterScratch;
@@ -21,6 +22,8 @@ use crate::placement::Home;
 pub struct Block {
     /// Where it is.
     pub home: Home,
+    /// The device, where it is on one.
+    pub device: DeviceOrdinal,
     /// Norm before attention, `[D]`.
     pub attn_norm: TensorView,
     /// Attention.

@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use evergraph_kernels::ops::{Copy, RmsNorm, Softcap, TensorView};
+use evergraph_pool::driver::DeviceOrdinal;
 use evergraph_pool::{Tracked, Use};
 
 use super::attention::{AttentionPart, Scores, spread};
@@ -15,8 +16,8 @@ use super::layer_input::LayerInputs;
 use super::residual::Wanted;
 use super::streams::StreamStack;
 use super::weights::Weights;
-use crate::engine::{HostExperts, Step};
-use crate::error::Result;
+use crate::engine::{HostExperts, Runtime, Step};
+use crate::error::{Error, Result};
 use crate::placement::Home;
 
 /// A model that reads tokens one after the other.
@@ -50,6 +51,12 @@ pub struct Decoder {
     pub softcap: Option<f32>,
 }
 
+/// What the blocks of one device share in a step.
+struct Site {
+    device: DeviceOrdinal,
+    shared: Shared,
+}
+
 /// Copies of what lies between the blocks, for tests and debugging.
 #[derive(Debug)]
 pub struct Taps {
@@ -62,6 +69,11 @@ impl Decoder {
     #[must_use]
     pub fn uses_host(&self) -> bool {
         self.weights.any_on_host()
+    }
+
+    /// The device of the output matrix, or the first one where the host has it.
+    pub(crate) fn home_device(&self, runtime: &Runtime) -> DeviceOrdinal {
+        runtime.unit(self.output.root().device).device()
     }
 
     /// Experts on the host, of blocks that are on the device.
@@ -119,35 +131,43 @@ impl Decoder {
         if let Some(stack) = &self.streams {
             return stack.forward(self, step, [ids, positions, out], cache, taps);
         }
-        let tokens = ids.dim(0);
-        let h = step.floats("residual", &[tokens, self.width])?;
+        let (tokens, home) = (ids.dim(0), step.device());
+        step.go_to(self.embedding.root().device);
+        let mut h = step.floats("residual", &[tokens, self.width])?;
         get_rows(step, &self.embedding, ids, &h, self.embedding_scale)?;
         let inputs = match &self.layer_inputs {
             Some(inputs) => Some((inputs.forward(step, ids, &h, self.eps)?, inputs.width)),
             None => None,
         };
-        let ours: Vec<&Block> = self.blocks.iter().filter(|block| block.home == Home::Device).collect();
-        let mut shared = Shared::new(step, &ours, positions, self.width, self.eps)?;
-        let attentions = || self.attentions(0..self.blocks.len(), Home::Device);
-        shared.scores = Scores::new(step, tokens, cache, attentions())?;
-        shared.spread = spread(step, tokens, cache, attentions())?;
+        let mut sites: Vec<Site> = Vec::new();
         // A block writes the norm that comes after it, the next block's or the last one, unless that is elsewhere.
         let mut ready: Option<Wanted> = None;
         let mut index = 0;
         while let Some(block) = self.blocks.get(index) {
             let next = match block.home {
                 Home::Device => {
+                    step.go_to(block.device);
+                    h = step.across("residual", &h)?;
+                    if !sites.iter().any(|site| site.device == block.device) {
+                        sites.push(self.site(step, positions, cache)?);
+                    }
+                    let lost = || Error::CheckFailed(format!("no scratch on device {}", block.device));
+                    let site = sites.iter().find(|site| site.device == block.device).ok_or_else(lost)?;
+                    let shared = &site.shared;
                     let input = match &inputs {
                         Some((inputs, width)) => Some(inputs.narrow(1, index * width, *width)?),
                         None => None,
                     };
-                    let x = written(step, ready.take(), block, &shared, &h)?;
+                    let x = written(step, ready.take(), block, shared, &h)?;
+                    let here = |device: DeviceOrdinal| device == block.device;
                     ready = match self.blocks.get(index + 1) {
-                        Some(next) if next.home == Home::Device => Some(next.wanted(&shared)?),
-                        Some(_) => None,
-                        None => Some(Wanted::new(&self.output_norm, 1.0, Input::unwritten(None, out, [], true)?)),
+                        Some(next) if next.home == Home::Device && here(next.device) => Some(next.wanted(shared)?),
+                        None if here(out.root().device) => {
+                            Some(Wanted::new(&self.output_norm, 1.0, Input::unwritten(None, out, [], true)?))
+                        }
+                        _ => None,
                     };
-                    block.forward(step, &shared, &h, &x, input.as_ref(), &cache.layers()[index], ready.as_ref())?;
+                    block.forward(step, shared, &h, &x, input.as_ref(), &cache.layers()[index], ready.as_ref())?;
                     index + 1
                 }
                 Home::Host => {
@@ -159,10 +179,27 @@ impl Decoder {
             index = next;
             tap(step, taps, index - 1, &h)?;
         }
+        step.go_to(home);
         if ready.is_none() {
             step.push(RmsNorm::new(h, self.output_norm.clone(), out.clone(), self.eps))?;
         }
         tap(step, taps, self.blocks.len(), out)
+    }
+
+    /// Scratch for the blocks of the device that the step is on.
+    fn site(&self, step: &mut Step<'_>, positions: &TensorView, cache: &KvCache) -> Result<Site> {
+        let device = step.device();
+        let is_here = |block: &&Block| block.home == Home::Device && block.device == device;
+        let ours: Vec<&Block> = self.blocks.iter().filter(is_here).collect();
+        let positions = step.across("positions", positions)?;
+        let mut shared = Shared::new(step, &ours, &positions, self.width, self.eps)?;
+        let parts = || {
+            let parts = self.attentions(0..self.blocks.len(), Home::Device);
+            parts.filter(|(index, _)| self.blocks[*index].device == device)
+        };
+        shared.scores = Scores::new(step, positions.dim(0), cache, parts())?;
+        shared.spread = spread(step, positions.dim(0), cache, parts())?;
+        Ok(Site { device, shared })
     }
 
     /// The attention of blocks that have this home, each with its block's number.

@@ -276,6 +276,7 @@ fn block(weights: &Weights, shape: &Shape, index: usize, [k_b, v_b]: [TensorView
     };
     Ok(Block {
         home: weights.block_home(index),
+        device: weights.block_device(index),
         attn_norm: weights.vector(&name("attn_norm"), width)?,
         attention: AttentionPart {
             heads,

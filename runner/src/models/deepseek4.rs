@@ -225,6 +225,7 @@ fn block(weights: &Weights, shape: &Shape, index: usize) -> Result<StreamBlock> 
     let name = |part: &str| format!("blk.{index}.{part}.weight");
     let mixer = |part: &str| Mixer::load(weights, &format!("blk.{index}.{part}"), [shape.streams, shape.width], true);
     Ok(StreamBlock {
+        device: weights.block_device(index),
         attn_mixer: mixer("hc_attn")?,
         attn_norm: weights.vector(&name("attn_norm"), shape.width)?,
         attention: attention(weights, shape, index)?,

@@ -136,6 +136,7 @@ fn block(weights: &Weights, shape: &Shape, index: usize) -> Result<Block> {
     let there = |part: &str, view: Option<TensorView>| view.ok_or_else(|| missing(&name(part)));
     Ok(Block {
         home: weights.block_home(index),
+        device: weights.block_device(index),
         attn_norm: norm("attn_norm")?,
         attention: AttentionPart {
             heads: shape.heads,

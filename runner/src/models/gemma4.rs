@@ -215,10 +215,11 @@ fn block(weights: &Weights, shape: &Shape, index: usize, layer: &Layer) -> Resul
     let home = weights.block_home(index);
     let factors = match layer.local {
         true => None,
-        false => Some(weights.vector_on(home, "rope_freqs.weight", shape.global.rotated / 2)?),
+        false => Some(weights.vector_of_block(index, "rope_freqs.weight", shape.global.rotated / 2)?),
     };
     Ok(Block {
         home,
+        device: weights.block_device(index),
         attn_norm: norm("attn_norm")?,
         attention: attention(weights, shape, layer, &name, factors)?,
         post_attn_norm: Some(norm("post_attention_norm")?),

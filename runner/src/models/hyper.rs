@@ -2,6 +2,8 @@
 //! from the streams themselves (hyper-connections).
 
 use evergraph_kernels::ops::{HcExpand, HcMix, HcSplitSinkhorn, HcWeightedSum, MatMul, RmsNorm, TensorView};
+use evergraph_kernels::plan::PeerCopy;
+use evergraph_pool::driver::DeviceOrdinal;
 
 use super::weights::Weights;
 use crate::engine::Step;
@@ -72,6 +74,18 @@ impl Streams {
             eps,
             norm_eps,
         })
+    }
+
+    /// Where they are.
+    pub(super) fn device(&self) -> DeviceOrdinal {
+        self.z.root().device
+    }
+
+    /// The same on the device that the step is on now.
+    pub(super) fn moved(&self, step: &mut Step<'_>, dims: [usize; 3], sums: (u32, f32, f32)) -> Result<Self> {
+        let there = Self::new(step, dims, sums)?;
+        step.push(PeerCopy { src: self.z.clone(), dst: there.z.clone() })?;
+        Ok(there)
     }
 
     /// All streams of a token in one row, `[T, n D]`.

@@ -5,13 +5,13 @@ use std::sync::Arc;
 use evergraph_kernels::host::{HostBlock, HostPart};
 use evergraph_kernels::ops::{Attention, Copy, Plan, TensorView};
 use evergraph_kernels::quant::QuantType;
-use evergraph_pool::{DeviceSlice, GrowableSlice, Purpose, Stream, Touch, Tracked, Use};
+use evergraph_pool::{DeviceSlice, GrowableSlice, Purpose, Touch, Tracked, Use};
 
 use super::attention::KeyValue;
 use super::block::Block;
 use super::decoder::Decoder;
 use super::streams::StreamStack;
-use crate::engine::{KvType, Runtime};
+use crate::engine::{KvType, Runtime, Unit};
 use crate::error::{Error, Result};
 use crate::placement::Home;
 
@@ -164,10 +164,11 @@ impl KvCache {
         };
         for (index, block) in stack.blocks.iter().enumerate() {
             let part = &block.attention;
+            let unit = runtime.unit(block.device);
             let kept = (part.window as usize).saturating_add(batch).min(context);
             let name = |what: &str| format!("{what} of layer {index}");
             let shape = [kept, 1, part.dim];
-            let k = cache.fixed_tensor(runtime, &name("keys"), ty, &shape, kept < context)?;
+            let k = cache.fixed_tensor(unit, &name("keys"), ty, &shape, kept < context)?;
             let mut compressed = Vec::new();
             let entries = |ratio: usize| (context / ratio).max(1);
             // A token sees all keys where there are no more of them than it may see.
@@ -177,9 +178,9 @@ impl KvCache {
                 let window = if compressor.overlap { 2 * ratio } else { ratio };
                 let shape = [window.saturating_add(batch), 2 * channels];
                 let ring = shape[0] < context;
-                let rows = cache.fixed_tensor(runtime, &name("projections"), QuantType::F32, &shape, ring)?;
+                let rows = cache.fixed_tensor(unit, &name("projections"), QuantType::F32, &shape, ring)?;
                 let shape = [entries(ratio), compressor.norm.dim(0)];
-                let entries = cache.growing_tensor(runtime, &name("compressed keys"), ty, &shape, ratio)?;
+                let entries = cache.growing_tensor(unit, &name("compressed keys"), ty, &shape, ratio)?;
                 compressed.push(CompressedCache { rows, entries });
             }
             cache.layers.push(LayerCache { v: k.clone(), k, ring: kept < context, on_host: Vec::new(), compressed });
@@ -191,15 +192,15 @@ impl KvCache {
     /// A tensor of this size from the start on; a ring's later tokens write over what earlier ones left.
     fn fixed_tensor(
         &mut self,
-        runtime: &Runtime,
+        unit: &Unit,
         name: &str,
         ty: QuantType,
         shape: &[usize],
         ring: bool,
     ) -> Result<TensorView> {
         let bytes = crate::engine::tensor_bytes(ty, shape)?;
-        let slice = runtime.pool().alloc_for::<u8>(bytes, Purpose::State, runtime.stream())?;
-        let view = crate::engine::view_of(&slice, name, runtime.device(), ty, shape)?;
+        let slice = unit.pool().alloc_for::<u8>(bytes, Purpose::State, unit.stream())?;
+        let view = crate::engine::view_of(&slice, name, unit.device(), ty, shape)?;
         if ring {
             self.rings.push(self.fixed.len());
         }
@@ -210,19 +211,19 @@ impl KvCache {
     /// A tensor that grows by a row every `tokens` tokens, if it is large.
     fn growing_tensor(
         &mut self,
-        runtime: &Runtime,
+        unit: &Unit,
         name: &str,
         ty: QuantType,
         shape: &[usize],
         tokens: usize,
     ) -> Result<TensorView> {
-        let pool = runtime.pool();
+        let pool = unit.pool();
         let bytes = crate::engine::tensor_bytes(ty, shape)?;
         if bytes < pool.chunk_bytes().map_or(usize::MAX, |chunk| 2 * chunk) {
-            return self.fixed_tensor(runtime, name, ty, shape, false);
+            return self.fixed_tensor(unit, name, ty, shape, false);
         }
-        let slice = pool.alloc_growable::<u8>(0, bytes, Purpose::State, runtime.stream())?;
-        let view = crate::engine::view_of(&slice, name, runtime.device(), ty, shape)?;
+        let slice = pool.alloc_growable::<u8>(0, bytes, Purpose::State, unit.stream())?;
+        let view = crate::engine::view_of(&slice, name, unit.device(), ty, shape)?;
         self.growing.push(Growing { slice, row_bytes: bytes / shape[0], tokens });
         Ok(view)
     }
@@ -241,11 +242,12 @@ impl KvCache {
     ) -> Result<Self> {
         let (mut layers, mut fixed, mut growing) = (Vec::<LayerCache>::new(), Vec::new(), Vec::new());
         let mut rings = Vec::new();
-        let pool = runtime.pool();
-        // What shares its last chunk with nobody should have a few.
-        let worth = pool.chunk_bytes().map_or(usize::MAX, |chunk| 2 * chunk);
         for (index, block) in blocks.iter().enumerate() {
             let part = &block.attention;
+            let unit = runtime.unit(block.device);
+            let (pool, device) = (unit.pool(), unit.device());
+            // What shares its last chunk with nobody should have a few.
+            let worth = pool.chunk_bytes().map_or(usize::MAX, |chunk| 2 * chunk);
             if let KeyValue::Of(source) = part.kv {
                 let shared = layers.get(source).cloned();
                 let missing = || Error::CheckFailed(format!("block {index} reads the cache of block {source}"));
@@ -258,7 +260,7 @@ impl KvCache {
                 let shape = [kept, part.kv_heads, width];
                 let bytes = crate::engine::tensor_bytes(ty.quant_type(), &shape)?;
                 let name = format!("{what} cache of layer {index}");
-                let (device, ty) = (runtime.device(), ty.quant_type());
+                let ty = ty.quant_type();
                 if block.home == Home::Host {
                     // Memory that no token has reached takes no room.
                     let memory = Arc::new(HostBlock::new(bytes).ok_or(Error::HostMemory { bytes })?);
@@ -267,12 +269,12 @@ impl KvCache {
                     return Ok(view);
                 }
                 if kept == context && bytes >= worth {
-                    let slice = pool.alloc_growable::<u8>(0, bytes, Purpose::State, runtime.stream())?;
+                    let slice = pool.alloc_growable::<u8>(0, bytes, Purpose::State, unit.stream())?;
                     let view = crate::engine::view_of(&slice, &name, device, ty, &shape)?;
                     growing.push(Growing { slice, row_bytes: bytes / kept, tokens: 1 });
                     return Ok(view);
                 }
-                let slice = pool.alloc_for::<u8>(bytes, Purpose::State, runtime.stream())?;
+                let slice = pool.alloc_for::<u8>(bytes, Purpose::State, unit.stream())?;
                 let view = crate::engine::view_of(&slice, &name, device, ty, &shape)?;
                 if kept < context {
                     rings.push(fixed.len());
@@ -407,10 +409,13 @@ impl KvCache {
     ///
     /// # Errors
     /// Those of the device; [`Error::HostMemory`].
-    pub(crate) fn keep_rings(&self, stream: &Stream) -> Result<Rings> {
+    pub(crate) fn keep_rings(&self, runtime: &Runtime) -> Result<Rings> {
         let rings = self.rings.iter().filter_map(|&index| self.fixed.get(index));
-        let on_device = rings.map(|slice| Ok(stream.download(slice)?)).collect::<Result<_>>()?;
-        stream.synchronize()?;
+        // Steps run on the streams of others, too.
+        runtime.synchronize()?;
+        let download = |slice: &DeviceSlice<u8>| Ok(runtime.unit_of(slice).stream().download(slice)?);
+        let on_device = rings.map(download).collect::<Result<_>>()?;
+        runtime.synchronize()?;
         let on_host = self.host_rings().map(|(ring, memory)| {
             let bytes = memory.bytes();
             let memory = Arc::new(HostBlock::new(bytes).ok_or(Error::HostMemory { bytes })?);
@@ -425,10 +430,13 @@ impl KvCache {
     ///
     /// # Errors
     /// Those of the device.
-    pub(crate) fn restore_rings(&self, stream: &Stream, kept: &Rings) -> Result<()> {
+    pub(crate) fn restore_rings(&self, runtime: &Runtime, kept: &Rings) -> Result<()> {
         let rings = self.rings.iter().filter_map(|&index| self.fixed.get(index));
-        rings.zip(&kept.on_device).try_for_each(|(slice, bytes)| Ok::<_, Error>(stream.upload(bytes, slice)?))?;
-        stream.synchronize()?;
+        runtime.synchronize()?;
+        rings
+            .zip(&kept.on_device)
+            .try_for_each(|(slice, bytes)| Ok::<_, Error>(runtime.unit_of(slice).stream().upload(bytes, slice)?))?;
+        runtime.synchronize()?;
         self.host_rings().zip(&kept.on_host).try_for_each(|((ring, _), (copy, _))| copy_on_host(copy, ring))
     }
 

@@ -1,6 +1,7 @@
 //! A stack of blocks over several residual streams.
 
 use evergraph_kernels::ops::{Copy, RmsNorm, TensorView};
+use evergraph_pool::driver::DeviceOrdinal;
 
 use super::block::{Parts, Shared};
 use super::compressed::{CompressedPart, Scratch};
@@ -33,6 +34,8 @@ pub struct StreamStack {
 /// A block: attention, then feed-forward parts, each with its own way to read and write the streams.
 #[derive(Debug)]
 pub struct StreamBlock {
+    /// The device that it is on.
+    pub device: DeviceOrdinal,
     /// For attention.
     pub attn_mixer: Mixer,
     /// Norm before attention, `[D]`.
@@ -80,15 +83,16 @@ impl StreamBlock {
 }
 
 impl StreamStack {
-    /// What its blocks take of the scratch that all blocks share.
-    fn parts(&self) -> Parts<'_> {
+    /// What the blocks of a device take of the scratch that they share.
+    fn parts(&self, device: DeviceOrdinal) -> Parts<'_> {
+        let blocks = || self.blocks.iter().filter(|block| block.device == device);
         let most = |of: &dyn Fn(&CompressedPart) -> usize| {
-            self.blocks.iter().map(|block| of(&block.attention)).max().unwrap_or(1).max(1)
+            blocks().map(|block| of(&block.attention)).max().unwrap_or(1).max(1)
         };
         let heads = most(&|part| part.heads * part.dim);
         Parts {
-            branches: self.blocks.iter().map(|block| block.branches.as_slice()).collect(),
-            products: self.blocks.iter().flat_map(StreamBlock::products).collect(),
+            branches: blocks().map(|block| block.branches.as_slice()).collect(),
+            products: blocks().flat_map(StreamBlock::products).collect(),
             attention: [heads, most(&|part| part.dim), 1, heads],
             input: 1,
         }
@@ -103,27 +107,53 @@ impl StreamStack {
         cache: &KvCache,
         taps: Option<&Taps>,
     ) -> Result<()> {
-        let (tokens, width) = (ids.dim(0), model.width);
-        let streams = Streams::new(step, [tokens, self.streams, width], (self.iterations, self.eps, model.eps))?;
+        let (tokens, width, home) = (ids.dim(0), model.width, step.device());
+        let dims = [tokens, self.streams, width];
+        let sums = (self.iterations, self.eps, model.eps);
+        step.go_to(model.embedding.root().device);
+        let mut streams = Streams::new(step, dims, sums)?;
         let first = streams.stream(0)?;
         get_rows(step, &model.embedding, ids, &first, model.embedding_scale)?;
         for number in 1..self.streams {
             step.push(Copy { src: first.clone(), dst: streams.stream(number)? })?;
         }
-        let mut shared = Shared::of(step, &self.parts(), positions, width, model.eps)?;
-        shared.tokens = Some(ids.clone());
         let layers = cache.layers();
         if layers.len() != self.blocks.len() {
             return Err(Error::CheckFailed(format!("{} caches for {} blocks", layers.len(), self.blocks.len())));
         }
-        let parts = self.blocks.iter().map(|block| &block.attention).zip(layers);
-        let scratch = Scratch::new(step, parts, tokens, self.rounded_keys)?;
+        let mut site: Option<(DeviceOrdinal, Shared, Scratch)> = None;
         for (index, (block, layer)) in self.blocks.iter().zip(layers).enumerate() {
-            block.forward(step, &shared, &streams, &scratch, layer)?;
+            if streams.device() != block.device {
+                step.go_to(block.device);
+                streams = streams.moved(step, dims, sums)?;
+            }
+            let (_, shared, scratch) = match site.take() {
+                Some(here) if here.0 == block.device => site.insert(here),
+                _ => site.insert(self.site(step, model, [ids, positions], layers)?),
+            };
+            block.forward(step, shared, &streams, scratch, layer)?;
             tap(step, taps, index, &streams.flat()?)?;
         }
         streams.read_last(step, &self.head)?;
+        step.go_to(home);
         step.push(RmsNorm::new(streams.x.clone(), model.output_norm.clone(), out.clone(), model.eps))?;
         tap(step, taps, self.blocks.len(), out)
+    }
+
+    /// Scratch for the blocks of the device that the step is on.
+    fn site(
+        &self,
+        step: &mut Step<'_>,
+        model: &Decoder,
+        [ids, positions]: [&TensorView; 2],
+        layers: &[LayerCache],
+    ) -> Result<(DeviceOrdinal, Shared, Scratch)> {
+        let (device, tokens) = (step.device(), ids.dim(0));
+        let positions = step.across("positions", positions)?;
+        let mut shared = Shared::of(step, &self.parts(device), &positions, model.width, model.eps)?;
+        shared.tokens = Some(ids.clone());
+        let here = self.blocks.iter().zip(layers).filter(|(block, _)| block.device == device);
+        let parts = here.map(|(block, layer)| (&block.attention, layer));
+        Ok((device, shared, Scratch::new(step, parts, tokens, self.rounded_keys)?))
     }
 }

@@ -9,7 +9,7 @@ use evergraph_pool::driver::{DeviceOrdinal, DevicePtr};
 use evergraph_pool::{DeviceSlice, Purpose, RegisteredHost, Staging, Tracked, Use};
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
-use crate::engine::Runtime;
+use crate::engine::{Runtime, Unit};
 use crate::error::{Error, Result};
 use crate::gguf::{Bytes, BytesRange, Gguf, QuantType, TensorInfo};
 use crate::placement::{Home, Placement, in_block};
@@ -24,7 +24,8 @@ use crate::placement::{Home, Placement, in_block};
 #[derive(Debug)]
 pub struct Weights {
     file: Arc<Gguf>,
-    device: DeviceOrdinal,
+    /// At least one.
+    devices: Vec<DeviceOrdinal>,
     store: Store,
     placement: Placement,
     blocks: usize,
@@ -39,11 +40,14 @@ pub struct Weights {
 
 #[derive(Debug)]
 enum Store {
-    /// Each file of the model.
+    /// Each file of the model. Known to one device, it is in reach of all.
     Mapped(Vec<RegisteredHost>),
-    /// In the file's order; none for what stays on the host.
-    Uploaded(Vec<Option<DeviceSlice<u8>>>),
+    /// In the file's order; none for what stays on the host, one for each device for what all read.
+    Uploaded(Vec<Vec<DeviceSlice<u8>>>),
 }
+
+/// Vectors that blocks of several devices read: each device has its own.
+const OF_ALL: [&str; 1] = ["rope_freqs.weight"];
 
 /// Where bytes of the host are.
 fn address(bytes: &[u8]) -> u64 {
@@ -79,12 +83,13 @@ impl Weights {
         blocks: usize,
         read: &dyn Fn(&str) -> bool,
     ) -> Result<Self> {
-        let (device, placement) = (runtime.device(), placement.clone());
+        let devices = runtime.units().iter().map(Unit::device).collect();
+        let placement = placement.clone();
         let names = file.tensors().iter().map(TensorInfo::name);
         let mut weights = Self {
             unread: names.filter(|name| !read(name)).map(str::to_owned).collect(),
             file,
-            device,
+            devices,
             store: Store::Mapped(Vec::new()),
             placement,
             blocks,
@@ -160,7 +165,7 @@ impl Weights {
                 view.root().name.clone(),
                 host.ptr().checked_add(offset)?,
                 bytes,
-                self.device,
+                self.devices[0],
                 allocation,
             );
             TensorView::new(&root, view.ty(), view.shape()).ok()
@@ -181,24 +186,35 @@ impl Weights {
         matches!(self.store, Store::Mapped(_)) || !self.registered.is_empty()
     }
 
-    /// Copies the device's tensors to it.
-    fn upload(&self, runtime: &Runtime) -> Result<Vec<Option<DeviceSlice<u8>>>> {
+    /// Copies the devices' tensors to them.
+    fn upload(&self, runtime: &Runtime) -> Result<Vec<Vec<DeviceSlice<u8>>>> {
         // A rehearsal wants their places only.
-        let mut staging = if runtime.is_rehearsal() { None } else { Some(Staging::new(runtime.stream())?) };
+        let staging = |unit: &Unit| match runtime.is_rehearsal() {
+            true => Ok(None),
+            false => Staging::new(unit.stream()).map(Some),
+        };
+        let mut staging = runtime.units().iter().map(staging).collect::<std::result::Result<Vec<_>, _>>()?;
         let mut slices = Vec::with_capacity(self.file.tensors().len());
         for tensor in self.file.tensors() {
-            if self.home(tensor.name()) == Home::Host || !self.reads(tensor.name()) {
-                slices.push(None);
-                continue;
+            let mut copies = Vec::new();
+            let there = self.home(tensor.name()) == Home::Device && self.reads(tensor.name());
+            let homes: &[DeviceOrdinal] = match OF_ALL.contains(&tensor.name()) {
+                true => &self.devices,
+                false => &[self.device(tensor.name())],
+            };
+            for device in homes.iter().filter(|_| there) {
+                let data = self.file.data(tensor);
+                let unit = runtime.unit(*device);
+                let slice = unit.pool().alloc_for(data.len(), Purpose::Weight, unit.stream())?;
+                let number = runtime.units().iter().position(|other| other.device() == *device);
+                if let Some(staging) = number.and_then(|number| staging.get_mut(number)?.as_mut()) {
+                    staging.upload(data, &slice)?;
+                }
+                copies.push(slice);
             }
-            let data = self.file.data(tensor);
-            let slice = runtime.pool().alloc_for(data.len(), Purpose::Weight, runtime.stream())?;
-            if let Some(staging) = &mut staging {
-                staging.upload(data, &slice)?;
-            }
-            slices.push(Some(slice));
+            slices.push(copies);
         }
-        staging.map_or(Ok(()), Staging::finish)?;
+        staging.into_iter().flatten().try_for_each(Staging::finish)?;
         Ok(slices)
     }
 
@@ -220,11 +236,12 @@ impl Weights {
             self.made_on_host.push(Arc::new(block));
             return Ok(view);
         }
-        let slice = runtime.pool().alloc_for(bytes.len(), Purpose::Weight, runtime.stream())?;
+        let unit = runtime.unit(self.device(name));
+        let slice = unit.pool().alloc_for(bytes.len(), Purpose::Weight, unit.stream())?;
         if !runtime.is_rehearsal() {
-            runtime.stream().upload(bytes, &slice)?;
+            unit.stream().upload(bytes, &slice)?;
         }
-        let view = crate::engine::view_of(&slice, name, self.device, ty, shape)?;
+        let view = crate::engine::view_of(&slice, name, unit.device(), ty, shape)?;
         self.made.push(slice);
         Ok(view)
     }
@@ -253,6 +270,25 @@ impl Weights {
         self.placement.block(index, self.blocks)
     }
 
+    /// The device that block `index` is on, where it is on one. The output matrix counts as one more block.
+    #[must_use]
+    pub fn block_device(&self, index: usize) -> DeviceOrdinal {
+        self.devices[self.placement.device(index, self.blocks, self.devices.len())]
+    }
+
+    /// The device that reads a tensor, where one does.
+    #[must_use]
+    pub fn device(&self, name: &str) -> DeviceOrdinal {
+        self.block_device(match in_block(name) {
+            Some((index, _)) => index,
+            // What makes one stream of several is behind the last block.
+            None if name.starts_with("output_hc") => self.blocks.saturating_sub(1),
+            None if self.has("output.weight") && name.contains("tok") => 0,
+            None if self.has("output.weight") && name.starts_with("per_layer") => 0,
+            None => self.blocks,
+        })
+    }
+
     /// Where a tensor is read.
     #[must_use]
     pub fn home(&self, name: &str) -> Home {
@@ -266,7 +302,7 @@ impl Weights {
         };
         // Vectors stay with what they belong to.
         let matrix = self.file.tensor(name).is_some_and(|tensor| tensor.shape().len() > 1);
-        if matrix { self.placement.matrix(name, home) } else { home }
+        if matrix { self.placement.matrix_among(name, home, self.blocks, self.devices.len()) } else { home }
     }
 
     /// Whether the host has a share in this model.
@@ -326,6 +362,20 @@ impl Weights {
         self.find_on(self.home(name), name, shape)
     }
 
+    /// A vector of floats that blocks of all devices read, on the device or the side of block `index`.
+    ///
+    /// # Errors
+    /// As [`vector`](Self::vector).
+    pub fn vector_of_block(&self, index: usize, name: &str, len: usize) -> Result<TensorView> {
+        let view = self.vector_on(self.block_home(index), name, len)?;
+        let Some(tensor) = self.file.tensor(name).filter(|_| self.block_home(index) == Home::Device) else {
+            return Ok(view);
+        };
+        let (ptr, allocation, device) = self.place(tensor, self.block_device(index))?;
+        let root = Root::with_allocation(name, ptr, tensor.bytes() as usize, device, allocation);
+        Ok(TensorView::new(&root, view.ty(), view.shape())?)
+    }
+
     /// A table of this shape, of whole numbers (I32) from 0 to below `limit`.
     ///
     /// # Errors
@@ -354,7 +404,7 @@ impl Weights {
         let Some(tensor) = self.file.tensor(name) else { return Ok(None) };
         check_shape(tensor, shape)?;
         let (ptr, allocation, device) = match home {
-            Home::Device => self.place(tensor)?,
+            Home::Device => self.place(tensor, self.device(name))?,
             Home::Host => (DevicePtr(address(self.file.data(tensor))), 0, HOST),
         };
         let root = Root::with_allocation(name, ptr, tensor.bytes() as usize, device, allocation);
@@ -450,19 +500,21 @@ impl Weights {
         Ok(views)
     }
 
-    /// Address of a tensor of the device's, the id of the allocation it lies in, and the device.
-    fn place(&self, tensor: &TensorInfo) -> Result<(DevicePtr, u64, DeviceOrdinal)> {
+    /// Address of a tensor of a device's, the id of the allocation it lies in, and the device.
+    fn place(&self, tensor: &TensorInfo, device: DeviceOrdinal) -> Result<(DevicePtr, u64, DeviceOrdinal)> {
         let lost = || Error::tensor(tensor.name(), "a place on the device", "none");
+        let number = self.devices.iter().position(|other| *other == device).ok_or_else(lost)?;
         match &self.store {
             Store::Mapped(files) => {
                 let file = files.get(tensor.part()).ok_or_else(lost)?;
                 let ptr = file.ptr().checked_add(tensor.start_bytes() as usize).ok_or_else(lost)?;
-                Ok((ptr, file.token().allocation.get(), self.device))
+                Ok((ptr, file.token().allocation.get(), device))
             }
             Store::Uploaded(list) => {
                 let index = self.file.tensors().iter().position(|other| other.name() == tensor.name());
-                let slice = index.and_then(|index| list.get(index)).and_then(Option::as_ref).ok_or_else(lost)?;
-                Ok((slice.ptr(), slice.allocation().get(), self.device))
+                let copies = index.and_then(|index| list.get(index)).ok_or_else(lost)?;
+                let slice = if copies.len() == 1 { copies.first() } else { copies.get(number) }.ok_or_else(lost)?;
+                Ok((slice.ptr(), slice.allocation().get(), device))
             }
         }
     }

@@ -127,7 +127,7 @@ fn what_can_not_be_measured_is_said_and_nothing_is() {
         (&["--delay", "-1"], "-1"),
         (&["-o", "xml"], "is not csv, json, jsonl, md, sql or none"),
         (&["--mem-limit", "lots"], "is no unit"),
-        (&["--devices", "2"], "--devices: expected 1"),
+        (&["--devices", "2", "-mg", "2"], "-mg: expected a device from 0 to 1"),
         (&["--nonsense"], "unexpected argument"),
     ] {
         let talk = fails(&[&["-m", &model], words].concat(), 2);

@@ -4,6 +4,7 @@
 
 mod answers;
 mod bench;
+mod devices;
 mod files;
 mod words;
 

@@ -3,13 +3,13 @@
 use evergraph_kernels::ops::Fill;
 
 use super::*;
-use crate::engine::{RuntimeConfig, StepKey};
+use crate::engine::{Runtime, RuntimeConfig, StepKey};
 
 #[test]
 fn counters_are_zeros_of_the_device_and_no_more_than_there_are() {
     let runtime = Runtime::host(RuntimeConfig { strict: true, ..RuntimeConfig::default() }).unwrap();
-    let counters = Buffers::counters(&runtime).unwrap();
-    let out = Buffer::<f32>::new(&runtime, "out", QuantType::F32, &[1]).unwrap();
+    let counters = Buffers::counters(&runtime.units()[0]).unwrap();
+    let out = Buffer::<f32>::new(&runtime.units()[0], "out", QuantType::F32, &[1]).unwrap();
     let mut found = vec![7; COUNTERS];
     runtime.stream().download_into(&counters.slice, &mut found).unwrap();
     assert!(found.iter().all(|&count| count == 0));

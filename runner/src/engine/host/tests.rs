@@ -32,7 +32,7 @@ impl Rig {
         }
         HostPart::new(&plan, Vec::new()).unwrap().run().unwrap();
         let shares = Shares { streamed: None, device: 0 };
-        let side = HostSide::new(&runtime, vec![memory as Keep], shares).unwrap();
+        let side = HostSide::new(&runtime, runtime.device(), vec![memory as Keep], shares).unwrap();
         let (pool, stream) = (runtime.pool(), runtime.stream());
         let ids = pool.alloc_for(IDS, Purpose::State, stream).unwrap();
         let out = pool.alloc_for(IDS * COLS, Purpose::State, stream).unwrap();
@@ -45,19 +45,20 @@ impl Rig {
         let device = self.runtime.device();
         let key = StepKey { session: 7, what: "look up", shape: [0; 3] };
         let uses: [(&dyn Tracked, Use); 2] = [(&self.ids, Use::State), (&self.out, Use::State)];
-        let _ = self.runtime.step_beside(key, &uses, &[], Some(&self.side), |step: &mut Step<'_>| {
-            let ids = view_of(&self.ids, "ids", device, QuantType::I32, &[IDS])?;
-            let out = view_of(&self.out, "out", device, QuantType::F32, &[IDS, COLS])?;
-            let there = step.crossing("ids on the host", QuantType::I32, &[IDS])?;
-            step.push(Copy { src: ids, dst: there.device })?;
-            let rows = step.crossing("rows of the host", QuantType::F32, &[IDS, COLS])?;
-            let table = self.table.clone();
-            let asked =
-                step.on_host(|step| step.push(GetRows { table, ids: there.host, out: rows.host, scale: 1.0 }))?;
-            step.push(Fill { x: out.clone(), value: -1.0 })?;
-            step.wait(asked)?;
-            step.push(Scale { x: rows.device, out, factor: 2.0 })
-        })?;
+        let _ =
+            self.runtime.step_on(self.runtime.device(), key, &uses, &[], Some(&self.side), |step: &mut Step<'_>| {
+                let ids = view_of(&self.ids, "ids", device, QuantType::I32, &[IDS])?;
+                let out = view_of(&self.out, "out", device, QuantType::F32, &[IDS, COLS])?;
+                let there = step.crossing("ids on the host", QuantType::I32, &[IDS])?;
+                step.push(Copy { src: ids, dst: there.device })?;
+                let rows = step.crossing("rows of the host", QuantType::F32, &[IDS, COLS])?;
+                let table = self.table.clone();
+                let asked =
+                    step.on_host(|step| step.push(GetRows { table, ids: there.host, out: rows.host, scale: 1.0 }))?;
+                step.push(Fill { x: out.clone(), value: -1.0 })?;
+                step.wait(asked)?;
+                step.push(Scale { x: rows.device, out, factor: 2.0 })
+            })?;
         let mut found = vec![0.0; IDS * COLS];
         self.runtime.stream().download_into(&self.out, &mut found)?;
         self.side.check()?;
@@ -106,7 +107,7 @@ fn two_shares_at_once_and_a_share_without_a_host_are_refused() {
     let rig = Rig::new(HostWork::Turns, true);
     let key = |what| StepKey { session: 7, what, shape: [0; 3] };
     let nothing = |_: &mut Step<'_>| Ok(());
-    let twice = rig.runtime.step_beside(key("twice"), &[], &[], Some(&rig.side), |step| {
+    let twice = rig.runtime.step_on(rig.runtime.device(), key("twice"), &[], &[], Some(&rig.side), |step| {
         let first = step.on_host(nothing)?;
         let second = step.on_host(nothing).map(|_| ());
         step.wait(first)?;
