@@ -113,15 +113,20 @@ template <u32 SETS> struct Block {
     }
     EVG_DEVICE void stage(const Query& query) const {
         const u32 lane = lane_id();
+        float most[SETS];
 #pragma unroll
         for (u32 s = 0; s < SETS; s++) {
-            float most = 0.0f;
+            most[s] = 0.0f;
 #pragma unroll
             for (u32 i = 0; i < MOST_QUARTERS; i++) {
                 const float4 x = query.x[s][i];
-                most = fmaxf(most, fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w))));
+                most[s] = fmaxf(most[s], fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w))));
             }
-            const PowerOfTwo power(warp_max(most));
+        }
+        together<Max>(most);
+#pragma unroll
+        for (u32 s = 0; s < SETS; s++) {
+            const PowerOfTwo power(most[s]);
             if (lane == 0) scales[8 * s + warp] = power.back * in.scale;
 #pragma unroll
             for (u32 i = 0; i < MOST_QUARTERS; i++) {
@@ -515,9 +520,11 @@ template <u32 SETS> static EVG_DEVICE void attend(const Inputs& in) {
     if (blockIdx.x == 0) block.load(query);
     if (position < 0 || (in.ring != 1 && u32(position) >= in.capacity)) evg_fault("position outside the cache");
     const u32 end = u32(position) + 1, first = in.window == 0 || end < in.window ? 0 : end - in.window, count = end - first;
-    // Whole groups of 16 keys.
-    const u32 most = count <= 2 * in.least ? 1 : min_u32(in.slices, ceil_div(count, in.least)), each = ceil_div(ceil_div(count, most), 16u) * 16;
-    const Slice slice = {blockIdx.x, ceil_div(count, each), first + blockIdx.x * each, min_u32(each, count - min_u32(count, blockIdx.x * each))};
+    // Whole groups of 16 keys, or all of them.
+    const u32 most = min_u32(in.slices, ceil_div(count, in.least));
+    const u32 each = count <= 2 * in.least ? count : ceil_div(ceil_div(count, most), 16u) * 16;
+    const u32 all = each == count ? 1 : ceil_div(count, each), before = min_u32(count, blockIdx.x * each);
+    const Slice slice = {blockIdx.x, all, first + before, min_u32(each, count - before)};
     if (slice.number >= slice.all) return;
     if (blockIdx.x > 0) block.load(query);
     block.start = in.ring == 1 ? slice.first % in.capacity : slice.first;

@@ -88,6 +88,8 @@ struct Latent {
     yarn: Option<Yarn>,
     magnitude: f32,
     in_place: bool,
+    /// Whether rows are aligned to 16 bytes.
+    aligned: bool,
 }
 
 impl Latent {
@@ -98,7 +100,7 @@ impl Latent {
             _ => 2e-6,
         };
         Case::new("latent_heads", name, tolerance, move |t| {
-            let Self { tokens, heads, rank, turned, ty, yarn, magnitude, in_place } = self;
+            let Self { tokens, heads, rank, turned, ty, yarn, magnitude, in_place, aligned } = self;
             // The last part of each head.
             let q = t.noise(&[tokens, heads, turned + 3])?.narrow(2, 3, turned)?;
             let out = match in_place {
@@ -106,16 +108,18 @@ impl Latent {
                 false => t.strided_output(&[tokens, heads, turned], 2, 5)?,
             };
             let capacity = tokens + 3;
-            let cache = t.typed(ty, &[capacity, rank + turned + 2], &vec![0.5; capacity * (rank + turned + 2)])?;
+            let (gap, start) = if aligned { (8, 8) } else { (2, 1) };
+            let wide = rank + turned + gap;
+            let cache = t.typed(ty, &[capacity, wide], &vec![0.5; capacity * wide])?;
             // Later tokens in earlier rows.
             let positions: Vec<i32> = (0..tokens).map(|token| (capacity - 1 - token) as i32).collect();
             Ok(Box::new(LatentHeads {
                 q,
                 out,
-                kv: t.strided_noise(&[tokens, rank + turned], 1, 4)?,
+                kv: t.strided_noise(&[tokens, rank + turned], if aligned { 4 } else { 1 }, 4)?,
                 norm: t.noise(&[rank])?,
                 positions: t.ints(&[tokens], &positions)?,
-                cache: cache.narrow(1, 2, rank + turned)?,
+                cache: cache.narrow(1, start, rank + turned)?,
                 eps: 1e-6,
                 base: 1e4,
                 scale: 1.0,
@@ -136,11 +140,13 @@ fn latent(list: &mut Vec<Case>) {
         yarn: None,
         magnitude: 1.0,
         in_place: true,
+        aligned: true,
     };
     let yarn = Some(Yarn { factor: 40.0, original_context: 64, beta_fast: 32.0, beta_slow: 1.0 });
     for ty in [QuantType::F32, QuantType::F16, QuantType::BF16] {
         list.push(Latent { ty, ..plain }.case(format!("{ty}, one token")));
-        let many = Latent { ty, tokens: 300, heads: 3, rank: 33, turned: 10, yarn, in_place: false, ..plain };
+        let many =
+            Latent { ty, tokens: 300, heads: 3, rank: 33, turned: 10, yarn, in_place: false, aligned: false, ..plain };
         list.push(many.case(format!("{ty}, more tokens than blocks, YaRN")));
     }
     let f32s = Latent { ty: QuantType::F32, tokens: 5, ..plain };
@@ -148,6 +154,8 @@ fn latent(list: &mut Vec<Case>) {
     list.push(
         Latent { heads: 9, rank: 1, turned: 2, magnitude: 1.3, ..f32s }.case("one column and one pair, a magnitude"),
     );
+    list.push(Latent { aligned: false, rank: 500, ..f32s }.case("rows that are not aligned"));
+    list.push(Latent { rank: 300, turned: 132, heads: 3, ..f32s }.case("rows that are not all of a warp's"));
     list.push(Latent { heads: 1, rank: 2100, turned: 600, in_place: false, ..f32s }.case("wide rows, one head"));
 }
 
@@ -169,7 +177,7 @@ pub(super) fn cases() -> Vec<Case> {
             list.push(case(format!("{ty}, heads of {d}, turned whole"), whole, |_, _| {}));
         }
     }
-    let ring = Shape { d: 256, dv: 256, dims: 256, ring: true, ty: QuantType::F16, tokens: 70, gap: 8, ..PLAIN };
+    let ring = Shape { d: 256, dv: 256, dims: 256, ring: true, ty: QuantType::F16, tokens: 70, gap: 16, ..PLAIN };
     list.push(case("heads of 256 in a ring, factors", ring, |op, factors| op.factors = factors));
     list.push(case("heads of 512, queries only", Shape { d: 512, dims: 512, ..PLAIN }, |op, _| op.new = None));
     list.push(case("heads of 256, values as they are", Shape { d: 256, dv: 256, dims: 256, ..PLAIN }, |op, _| {
