@@ -418,30 +418,42 @@ template <u32 SETS> struct Block {
         put_together(slice);
     }
 
+    // What is put together of so many slices: parts of rows, 128 columns or what there is, some at a time by a block.
+    struct Pieces {
+        u32 at_once, width, items;
+        EVG_DEVICE Pieces(const Inputs& in, u32 rows, u32 slices) {
+            at_once = slices <= 8 ? 8 : slices <= 16 ? 4 : slices <= 32 ? 2 : 1;
+            width = min_u32(in.dv, 128), items = rows * (in.dv / width);
+        }
+    };
+
     // The last blocks to come here, so many as help, put all slices together.
     EVG_DEVICE void put_together(const Slice& slice) const {
-        __shared__ u32 arrived;
-        const u32 n = slice.all, helping = min_u32(in.helpers, n);
+        __shared__ u32 number, helpers;
+        const u32 n = slice.all;
         __syncthreads();
         if (threadIdx.x == 0) {
             u32* counter = in.counters + slot();
+            const Pieces all(in, rows, n);
+            const u32 helping = min_u32(min_u32(in.helpers, n), ceil_div(all.items, all.at_once));
             // What all threads of the block wrote is to be seen by whoever sees the count.
             __threadfence();
-            arrived = atomicAdd(counter, 1u);
+            const u32 arrived = atomicAdd(counter, 1u);
             if (arrived + helping >= n) {
                 while (*reinterpret_cast<volatile u32*>(counter) < n) {}
                 // Who has seen that all are there says so; the last of them leaves a zero.
                 if (atomicAdd(counter, 1u) == n + helping - 1) atomicExch(counter, 0u);
                 __threadfence();
             }
+            number = arrived + helping - n, helpers = helping;
         }
         __syncthreads();
-        if (arrived + helping < n) return;
-        const u32 helper = arrived + helping - n, lane = lane_id();
+        const u32 helper = number, helping = helpers;
+        if (helper >= helping) return;
+        const Pieces all(in, rows, n);
+        const u32 lane = lane_id(), at_once = all.at_once, sharers = WARPS / at_once, sharer = warp % sharers;
+        const u32 width = all.width, pieces = in.dv / width, items = all.items;
         float4* parts = queries_as<float4>();
-        // Warps that share a part of a row, 128 columns or what there is.
-        const u32 sharers = n <= 8 ? 1 : n <= 16 ? 2 : n <= 32 ? 4 : 8, at_once = WARPS / sharers, sharer = warp % sharers;
-        const u32 width = min_u32(in.dv, 128), pieces = in.dv / width, items = rows * pieces;
 #pragma unroll 1
         for (u32 first = helper * at_once; first < items; first += helping * at_once) {
             const u32 item = first + warp / sharers, row = min_u32(item / pieces, rows - 1), column = item % pieces * width + 4 * lane;
@@ -452,7 +464,9 @@ template <u32 SETS> struct Block {
             for (u32 j = 0; j < MOST_SLICES / 32; j++)
                 stands[j] = lane + 32 * j < n ? __ldcg(stand_of(lane + 32 * j, row)) : make_float2(-infinity(), 0.0f);
             float v[4] = {}, weights[MOST_SLICES / 32] = {};
-const float* of = part_of(0, row) + column;
+            // Where registers are few, before values come.
+            if (SETS == 1) weigh_slices(row, stands, weights);
+            const float* of = part_of(0, row) + column;
             const u32 stride = ROWS * in.dv;
 #pragma unroll 1
             for (u32 turn = 0; turn < n; turn += 8 * sharers) {
@@ -462,7 +476,7 @@ const float* of = part_of(0, row) + column;
                     const u32 i = turn + sharer + sharers * k;
                     x[k] = there && i < n ? __ldcg(reinterpret_cast<const float4*>(of + u64(i) * stride)) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
                 }
-                if (turn == 0) weigh_slices(row, stands, weights);
+                if (SETS > 1 && turn == 0) weigh_slices(row, stands, weights);
 #pragma unroll
                 for (u32 k = 0; k < 8; k++) {
                     // Eight sharers have slices of all lanes, fewer those of the first 32 only.
