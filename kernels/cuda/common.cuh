@@ -34,6 +34,8 @@ typedef long long i64;
 #define EVG_KERNEL(name, ...) extern "C" __global__ void __VA_ARGS__ name
 #endif
 #define EVG_BOUNDS(threads) __launch_bounds__(threads)
+// The same where a multiprocessor is to have room for so many blocks.
+#define EVG_BOUNDS_EACH(threads, blocks) __launch_bounds__(threads, blocks)
 
 // `EVG_DYNAMIC_SHARED(float, buffer);` makes `float* buffer` point to the dynamic shared memory of the launch, aligned to 16.
 #ifdef EVG_EMULATED
@@ -187,6 +189,17 @@ template <class T> EVG_DEVICE T warp_sum(T value) { return warp_reduce<Sum, T>(v
 template <class T> EVG_DEVICE T block_sum(T value) { return block_reduce<Sum, T>(value); }
 EVG_DEVICE float warp_max(float value) { return warp_reduce<Max, float>(value); }
 EVG_DEVICE float block_max(float value) { return block_reduce<Max, float>(value); }
+
+// The greatest and the least of the lanes' numbers.
+EVG_DEVICE u32 warp_greatest_u32(u32 value) {
+#if !defined(EVG_EMULATED) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    return __reduce_max_sync(FULL_WARP, value);
+#else
+    for (int distance = 16; distance > 0; distance >>= 1) value = max(value, __shfl_xor_sync(FULL_WARP, value, distance));
+    return value;
+#endif
+}
+EVG_DEVICE u32 warp_least_u32(u32 value) { return ~warp_greatest_u32(~value); }
 
 // What grids may leave over: `for (u64 i = blockIdx.x; i < rows; i += gridDim.x)`.
 EVG_DEVICE u64 ceil_div(u64 a, u64 b) { return (a + b - 1) / b; }

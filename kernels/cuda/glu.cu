@@ -1,7 +1,5 @@
 #include "elementwise.cuh"
-
-// `min` and `clamp` that keep what the host device's do: NaN gives the limit in `min`, and stays in `clamp`.
-static EVG_DEVICE float clamp(float x, float limit) { return x > limit ? limit : x < -limit ? -limit : x; }
+#include "gated.cuh"
 
 template <class F>
 static EVG_DEVICE void each(Row3 g, Row3 u, Row3 o, const CodeRows& codes, u32 tokens, u32 slots, u32 cols, F f) {
@@ -19,18 +17,8 @@ EVG_KERNEL(glu, EVG_BOUNDS(256))(const char* gate, u64 gate_stride, u64 gate_slo
     evg_begin();
     const Row3 g = {gate, gate_stride, gate_slot}, u = {up, up_stride, up_slot}, o = {out, out_stride, out_slot};
     const CodeRows codes = {q, q_stride, q_slot, scales, scales_stride, scales_slot};
-    const bool cut = limit < infinity();
-    if (activation == 0) {
-        each(g, u, o, codes, tokens, slots, cols, [=](float x, float y) {
-            if (cut) x = fminf(x, limit), y = clamp(y, limit);
-            // 0.5 (1 + tanh(u)) is 1 / (1 + exp(-2u)), which keeps its precision where tanh(u) is close to -1.
-            const float inner = 0.7978846f * (x + 0.044715f * x * x * x);
-            return x / (1.0f + expf(-2.0f * inner)) * y;
-        });
-    } else {
-        each(g, u, o, codes, tokens, slots, cols, [=](float x, float y) {
-            if (cut) x = fminf(x, limit), y = clamp(y, limit);
-            return x / (1.0f + expf(-x)) * y;
-        });
-    }
+    if (activation == 0)
+        each(g, u, o, codes, tokens, slots, cols, [=](float x, float y) { return gated(0, limit, x, y); });
+    else
+        each(g, u, o, codes, tokens, slots, cols, [=](float x, float y) { return gated(1, limit, x, y); });
 }

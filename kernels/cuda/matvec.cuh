@@ -9,6 +9,7 @@
 #pragma once
 
 #include "activations.cuh"
+#include "codes.cuh"
 #include "copy_async.cuh"
 
 #define MATVEC_THREADS 256u

@@ -1,10 +1,5 @@
+#include "choice.cuh"
 #include "greatest.cuh"
-
-static EVG_DEVICE float score(float logit, u32 scoring) {
-    if (scoring == 1) return 1.0f / (1.0f + expf(-logit));
-    // softplus(x) = max(x, 0) + ln(1 + exp(-|x|)) overflows nowhere.
-    return sqrtf(fmaxf(logit, 0.0f) + log1pf(expf(-fabsf(logit))));
-}
 
 // The best of `count` ranks that is above minus infinity; place 0 if there is none, as with NaN.
 static EVG_DEVICE u32 best_of(const float* ranks, u32 count) {

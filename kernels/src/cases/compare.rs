@@ -128,6 +128,7 @@ fn value(ty: QuantType, bytes: &[u8]) -> Option<f64> {
     match ty {
         QuantType::F32 => Some(f64::from(f32::from_ne_bytes(bytes.try_into().ok()?))),
         QuantType::F16 => Some(f64::from(f16_to_f32(word()?))),
+        QuantType::I8 => Some(f64::from(i8::from_ne_bytes(bytes.try_into().ok()?))),
         QuantType::BF16 => Some(f64::from(bf16_to_f32(word()?))),
         _ => None,
     }

@@ -8,6 +8,7 @@ mod attention;
 mod compare;
 mod compressed;
 mod elementwise;
+mod fused;
 mod heads;
 mod moe;
 mod products;
@@ -261,6 +262,7 @@ pub fn cases() -> Vec<Case> {
         products::cases,
         streams::cases,
         compressed::cases,
+        fused::cases,
     ];
     tables.into_iter().flat_map(|cases| cases()).collect()
 }

@@ -96,13 +96,13 @@ fn blocks(t: &mut Tensors<'_>, ty: QuantType, count: usize) -> Vec<u8> {
     bytes
 }
 
-fn weight(t: &mut Tensors<'_>, ty: QuantType, shape: &[usize]) -> Result<TensorView, KernelError> {
+pub(super) fn weight(t: &mut Tensors<'_>, ty: QuantType, shape: &[usize]) -> Result<TensorView, KernelError> {
     let bytes = blocks(t, ty, shape.iter().product::<usize>() / ty.block_size());
     t.bytes(ty, shape, &bytes)
 }
 
 /// Codes and scales, both with gaps between rows if `gap`.
-fn eights(t: &mut Tensors<'_>, shape: &[usize], gap: bool) -> Result<(TensorView, TensorView), KernelError> {
+pub(super) fn eights(t: &mut Tensors<'_>, shape: &[usize], gap: bool) -> Result<(TensorView, TensorView), KernelError> {
     let (last, cols) = (shape.len() - 1, shape[shape.len() - 1]);
     let rows: usize = shape[..last].iter().product();
     let (q_cols, groups) = (cols + if gap { 4 } else { 0 }, cols / 32 + usize::from(gap));

@@ -84,6 +84,11 @@ fn products_with_experts_agree_with_the_host_device() {
     run(&["expert_matmul", "head_matmul"]);
 }
 
+#[test]
+fn ops_in_one_launch_give_what_they_give_one_after_the_other() {
+    run(&["fused_norm", "fused_router", "fused_down"]);
+}
+
 /// What came of the ops that read numbers from device memory, when the last one is `id`.
 fn launch_with(emulation: &Emulation, which: usize, id: i32) -> Result<(), KernelError> {
     let bench = Bench::new(emulation.on(driver(), Order::Up).unwrap(), 0).unwrap();

@@ -22,6 +22,7 @@ mod expert_matmul;
 mod expert_sum;
 mod fill;
 mod fp8_kv_quantize;
+mod fused;
 mod gather_experts;
 mod get_rows;
 mod glu;
@@ -49,6 +50,7 @@ mod soft_max;
 #[cfg(test)]
 mod tests;
 
+use std::any::Any;
 use std::fmt::Debug;
 
 use evergraph_pool::driver::{Args, DeviceInfo, LaunchConfig, StreamHandle};
@@ -68,6 +70,8 @@ pub use expert_matmul::ExpertMatMul;
 pub use expert_sum::ExpertSum;
 pub use fill::Fill;
 pub use fp8_kv_quantize::Fp8KvQuantize;
+pub(crate) use fused::glu_args;
+pub use fused::{FusedDown, FusedNorm, FusedRouter, fuse};
 pub use gather_experts::GatherExperts;
 pub use get_rows::GetRows;
 pub use glu::{Activation, Glu};
@@ -97,7 +101,7 @@ pub use crate::plan::{Access, Plan};
 use crate::{KernelError, Kernels};
 
 /// A described piece of work.
-pub trait Op: Debug + Send + Sync {
+pub trait Op: Any + Debug + Send + Sync {
     /// Its name, also that of its kernel.
     fn name(&self) -> &'static str;
 
@@ -107,7 +111,7 @@ pub trait Op: Debug + Send + Sync {
     /// The views that it writes.
     fn writes(&self) -> Vec<&TensorView>;
 
-    /// Of those, the ones in which nothing of use is left.
+    /// Views in which nothing of use is left, whether it writes them or, being made of several ops, does not.
     fn leftovers(&self) -> Vec<&TensorView> {
         Vec::new()
     }
@@ -257,30 +261,30 @@ impl Call {
         self
     }
 
-    fn view(mut self, view: &TensorView) -> Self {
+    pub(crate) fn view(mut self, view: &TensorView) -> Self {
         self.args.ptr(view.ptr());
         self
     }
 
-    fn optional(mut self, view: Option<&TensorView>) -> Self {
+    pub(crate) fn optional(mut self, view: Option<&TensorView>) -> Self {
         self.args.ptr(view.map_or(evergraph_pool::driver::DevicePtr::NULL, TensorView::ptr));
         self
     }
 
     /// A dimension or count. Views have no dimension above `i32::MAX`.
-    fn dim(mut self, value: usize) -> Self {
+    pub(crate) fn dim(mut self, value: usize) -> Self {
         self.args.u32(u32::try_from(value).unwrap_or(u32::MAX));
         self
     }
 
     /// A stride of `view`, in elements (blocks for quantised types are handled by whole rows: bytes).
-    fn stride(mut self, view: &TensorView, axis: usize) -> Self {
+    pub(crate) fn stride(mut self, view: &TensorView, axis: usize) -> Self {
         self.args.u64(view.stride_bytes(axis) as u64);
         self
     }
 
     /// A stride of a view that may not be there: 0 then.
-    fn optional_stride(mut self, view: Option<&TensorView>, axis: usize) -> Self {
+    pub(crate) fn optional_stride(mut self, view: Option<&TensorView>, axis: usize) -> Self {
         self.args.u64(view.map_or(0, |view| view.stride_bytes(axis) as u64));
         self
     }
@@ -305,7 +309,7 @@ impl Call {
         self
     }
 
-    fn float(mut self, value: f32) -> Self {
+    pub(crate) fn float(mut self, value: f32) -> Self {
         self.args.f32(value);
         self
     }

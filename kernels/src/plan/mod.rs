@@ -19,7 +19,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-use evergraph_pool::driver::{DeviceOrdinal, StreamHandle};
+use evergraph_pool::driver::{DeviceInfo, DeviceOrdinal, StreamHandle};
 use smallvec::SmallVec;
 
 pub use order::After;
@@ -29,7 +29,7 @@ pub use run::{DeviceLane, Events};
 pub use split::{SPLIT_OPS, Split, SplitOp, accepts_split};
 
 use crate::host::HOST;
-use crate::ops::{Op, Root, TensorView};
+use crate::ops::{Op, Root, TensorView, fuse};
 use crate::{KernelError, Kernels};
 use arrive::Arrived;
 
@@ -132,6 +132,18 @@ impl Plan {
     fn append(&mut self, op: impl Op + 'static, home: DeviceOrdinal) {
         self.ops.push(Box::new(op));
         self.devices.push(home);
+    }
+
+    /// Puts ops of one token that a device does in one launch together; see [`fuse`](crate::ops::fuse). A plan over several devices
+    /// stays as it is.
+    #[must_use]
+    pub fn fused(mut self, device: &DeviceInfo, counter: &TensorView) -> Self {
+        let home = counter.root().device;
+        if self.is_on(home) {
+            self.ops = fuse(self.ops, device, counter);
+            self.devices = vec![home; self.ops.len()];
+        }
+        self
     }
 
     /// The ops.

@@ -100,6 +100,8 @@ pub struct DeviceInfo {
     pub vmm: bool,
     /// Multiprocessors (CUDA) or worker threads (host).
     pub multiprocessors: u32,
+    /// Most shared memory of a block, bytes, static and dynamic together.
+    pub shared_bytes: u32,
     /// Compute capability (major, minor); (0, 0) on the host device.
     pub compute_capability: (u32, u32),
     /// The physical device that it is a part of, if it is a virtual one.
@@ -123,6 +125,7 @@ impl DeviceInfo {
             total_bytes,
             vmm,
             multiprocessors: 1,
+            shared_bytes: 48 << 10,
             compute_capability: (0, 0),
             virtual_of: None,
         }

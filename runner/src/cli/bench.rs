@@ -118,6 +118,9 @@ pub(super) struct Flags {
     /// Whether steps are captured and replayed
     #[arg(long, value_enum, default_value_t = Switch::On)]
     graphs: Switch,
+    /// Whether a CUDA device does ops of one token together, in few launches
+    #[arg(long, value_enum, default_value_t = Switch::On)]
+    fuse: Switch,
     /// How the host gets to know of its share inside a graph; by default as is best for the device
     #[arg(long, value_enum)]
     host_work: Option<HostWorkChoice>,
@@ -300,7 +303,8 @@ impl Flags {
         pool.limit_bytes = self.mem_limit;
         let graphs = self.graphs == Switch::On;
         let host_work = self.host_work.map(Into::into);
-        let config = RuntimeConfig { pool, graphs, act: self.act.into(), host_work, ..RuntimeConfig::default() };
+        let (act, fuse) = (self.act.into(), self.fuse == Switch::On);
+        let config = RuntimeConfig { pool, graphs, act, fuse, host_work, ..RuntimeConfig::default() };
         Runtime::several(drivers(device, self.devices)?, config).map(Arc::new)
     }
 }

@@ -85,6 +85,9 @@ pub(super) struct DeviceFlags {
     /// Whether steps are captured and replayed
     #[arg(long, value_enum, default_value_t = Switch::On)]
     pub(super) graphs: Switch,
+    /// Whether a CUDA device does ops of one token together, in few launches
+    #[arg(long, value_enum, default_value_t = Switch::On)]
+    fuse: Switch,
     /// How the host gets to know of its share inside a graph; by default as is best for the device
     #[arg(long, value_enum)]
     host_work: Option<HostWorkChoice>,
@@ -109,6 +112,7 @@ impl DeviceFlags {
             act,
             rounded_keys,
             host_work: self.host_work.map(Into::into),
+            fuse: self.fuse == Switch::On,
             ..RuntimeConfig::default()
         };
         let runtime = Runtime::several(drivers(&device, self.devices)?, config)?;

@@ -37,6 +37,8 @@ pub struct RuntimeConfig {
     pub graphs: bool,
     /// Activations in products with weights in blocks; weights of floats always take floats.
     pub act: ActType,
+    /// Whether a CUDA device does ops of one token together, in few launches.
+    pub fuse: bool,
     /// How the host gets to know of its share of a step, where it has one; none means what is best for the device.
     pub host_work: Option<HostWork>,
     /// Whether a captured address that no step declared is an error; else it is pinned. For tests.
@@ -53,6 +55,7 @@ impl Default for RuntimeConfig {
             pool: PoolConfig::vmm(),
             graphs: true,
             act: ActType::default(),
+            fuse: true,
             host_work: None,
             strict: false,
             copy_weights: false,
@@ -328,7 +331,7 @@ impl Runtime {
                 }
                 None => {
                     let lanes = std::iter::once(home).chain(others.iter().copied()).map(Unit::lane);
-                    step.launch(&lanes.collect::<Vec<_>>())?
+                    step.launch(&lanes.collect::<Vec<_>>(), self.config.fuse)?
                 }
             };
             if let Some(side) = side.filter(|_| scope.capturing()) {

@@ -292,8 +292,15 @@ impl<'a> Step<'a> {
 
     /// Queues the ops, then lets go of the scratch. Gives back what the host has to do once it is launched, if this was
     /// captured; else that was done.
-    pub(super) fn launch(self, lanes: &[DeviceLane<'_>]) -> Result<Vec<Arc<HostPart>>> {
+    pub(super) fn launch(mut self, lanes: &[DeviceLane<'_>], fuse: bool) -> Result<Vec<Arc<HostPart>>> {
         let mut parts = Vec::new();
+        if let Some(counter) = self.counters(1)?.filter(|_| fuse)
+            && let Some(lane) = lanes.first()
+        {
+            let fused = |plan: Plan| plan.fused(lane.kernels.device(), &counter);
+            self.done = self.done.into_iter().map(|(plan, part)| (fused(plan), part)).collect();
+            self.plan = fused(self.plan);
+        }
         for (plan, part) in self.done {
             plan.launch_over(lanes, !self.capturing)?;
             match self.side {

@@ -7,7 +7,7 @@ use super::attention::{AttentionPart, KeyValue, Scores};
 use super::experts::RouterScratch;
 use super::feed_forward::{self, Branch, BranchInput};
 use super::fetched::Fetched;
-use super::input::Place;
+use super::input::{Place, Room};
 use super::kv::LayerCache;
 use super::latent::LatentScratch;
 use super::layer_input::LayerInput;
@@ -59,6 +59,10 @@ pub(super) struct Shared {
     pub(super) latent: Option<LatentScratch>,
     pub(super) gate: TensorView,
     pub(super) up: TensorView,
+    /// Gate and up of a dense part beside experts, whose products then need not wait for it: of a single token.
+    beside: Option<[TensorView; 2]>,
+    /// For what a single token's experts have between their products, so that it may be made while their input is read.
+    pub(super) hidden: Option<Room>,
     pub(super) router: Option<RouterScratch>,
     /// For the inputs of attention, and of the first branch.
     first: Place,
@@ -161,6 +165,12 @@ impl Shared {
         };
         let first = place()?;
         let others = (1..most_branches).map(|_| place()).collect::<Result<Vec<_>>>()?;
+        let beside = if tokens == 1 && most_branches > 1 {
+            let dense = most(here().filter(|part| part.experts().is_none()).map(|part| part.hidden()));
+            Some([step.floats("gate beside experts", &[1, dense])?, step.floats("up beside experts", &[1, dense])?])
+        } else {
+            None
+        };
         Ok(Self {
             positions: positions.clone(),
             eps,
@@ -173,6 +183,8 @@ impl Shared {
             latent: None,
             gate: step.floats("ffn gate", &[tokens, hidden])?,
             up: step.floats("ffn up", &[tokens, most(here().map(|part| part.up()))])?,
+            beside,
+            hidden: if tokens == 1 { Room::new(step, hidden, parts.products.iter().copied())? } else { None },
             router: RouterScratch::new(
                 step,
                 branches().filter_map(|part| part.experts()),
@@ -187,6 +199,11 @@ impl Shared {
             streamed,
             fetched,
         })
+    }
+
+    /// Where gate and up of a dense part go.
+    pub(super) fn dense(&self) -> [&TensorView; 2] {
+        self.beside.as_ref().map_or([&self.gate, &self.up], |[gate, up]| [gate, up])
     }
 
     /// For inputs of the branch of this number, and of attention if that is 0.

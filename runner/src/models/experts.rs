@@ -264,7 +264,7 @@ impl Experts {
             gate: fit(&shared.gate, self.used * self.hidden())?,
             up: fit(&shared.up, self.up())?,
             y: fit(y, self.used * out.dim(1))?,
-            quantised,
+            quantised: shared.hidden.as_ref().or(quantised),
         };
         let streamed = shared.streamed.as_ref().filter(|_| self.are_on_host());
         self.outputs(step, streamed, input.x.input(), [ids, weights], &room, out)

@@ -254,8 +254,8 @@ impl Dense {
         out: &TensorView,
     ) -> Result<()> {
         let (tokens, hidden, x) = (out.dim(0), self.gate.dim(0), input.x.input());
-        let gate = fitted(&shared.gate, tokens, hidden)?;
-        let up = fitted(&shared.up, tokens, hidden)?;
+        let [gate, up] = shared.dense();
+        let (gate, up) = (fitted(gate, tokens, hidden)?, fitted(up, tokens, hidden)?);
         x.times(step, &self.gate, &gate)?;
         x.times(step, &self.up, &up)?;
         let glu = Glu { limit: self.limit, ..Glu::new(gate.clone(), up, gate.clone(), self.activation) };

@@ -34,6 +34,15 @@ macro_rules! of_type {
     };
 }
 
+/// A kernel of this kind for this type of weights.
+pub(super) fn of_fused_type(ty: QuantType, kind: &str) -> &'static str {
+    match kind {
+        "norm" => of_type!(ty, "fused_norm_", Q4_0 Q8_0 Q4_K Q5_K Q6_K),
+        "router" => of_type!(ty, "fused_router_", Q4_0 Q8_0 Q4_K Q5_K Q6_K),
+        _ => of_type!(ty, "fused_down_", Q4_0 Q8_0 Q4_K Q5_K Q6_K),
+    }
+}
+
 /// `matmul`.
 pub(crate) fn matmul(op: &MatMul, device: &DeviceInfo) -> Launches {
     let (ty, out, cols, tokens) = (op.w.ty(), op.w.dim(0), op.w.dim(1), op.x.dim(0));

@@ -126,6 +126,8 @@ const REQUIRED: &[&str] = &[
     "cuModuleLoadData",
     "cuModuleUnload",
     "cuModuleGetFunction",
+    "cuFuncGetAttribute",
+    "cuFuncSetAttribute",
     "cuFuncGetParamInfo",
     "cuKernelGetParamInfo",
     "cuLaunchKernelEx",
@@ -382,6 +384,8 @@ fn describe(ordinal: u32) -> DriverResult<(sys::CUdevice, DeviceInfo)> {
     let vmm = attribute(Attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)? != 0;
     let mut info = DeviceInfo::new(number, "cuda", name.unwrap_or_default(), total_bytes, vmm);
     info.multiprocessors = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+    info.shared_bytes =
+        attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?.max(info.shared_bytes);
     info.compute_capability = (
         attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
         attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,

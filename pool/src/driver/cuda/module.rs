@@ -56,6 +56,24 @@ impl CudaDevice {
             None
         })
     }
+
+    /// Lets launches of a function ask for all the shared memory that a block can have; without this that ends at 48 KiB.
+    fn allow_shared_memory(&self, function: sys::CUfunction) -> DriverResult<()> {
+        const CALL: &str = "function";
+        use sys::CUfunction_attribute as Attribute;
+        let mut fixed = 0;
+        cuda!(
+            self,
+            CALL,
+            cuFuncGetAttribute(&raw mut fixed, Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function)
+        )?;
+        let most = i32::try_from(self.info.shared_bytes).unwrap_or(i32::MAX).saturating_sub(fixed);
+        if most <= 48 << 10 {
+            return Ok(());
+        }
+        let attribute = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        cuda!(self, CALL, cuFuncSetAttribute(function, attribute, most))
+    }
 }
 
 impl Modules for CudaDevice {
@@ -85,6 +103,7 @@ impl Modules for CudaDevice {
         let name = CString::new(name).map_err(|_| self.err(CALL, Kind::NotFound))?;
         let mut function: sys::CUfunction = std::ptr::null_mut();
         cuda!(self, CALL, cuModuleGetFunction(&raw mut function, raw_module(module), name.as_ptr()))?;
+        self.allow_shared_memory(function)?;
         let function = FunctionHandle(function.expose_provenance() as u64);
         self.names.lock().insert(function.0, text.to_owned());
         Ok(function)

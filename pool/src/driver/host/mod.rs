@@ -95,6 +95,7 @@ impl HostMachine {
             let name = format!("host {ordinal}");
             let mut info = DeviceInfo::new(DeviceOrdinal(ordinal), "host", name, config.memory_bytes, config.vmm);
             info.multiprocessors = threads as u32;
+            info.shared_bytes = module::MAX_SHARED_BYTES;
             Arc::new(HostDevice { machine: machine.clone(), info })
         };
         Ok((0..devices as u32).map(device).collect())

@@ -24,7 +24,7 @@ pub(super) struct Module {
 
 /// Largest block, threads, and dynamic shared memory, bytes, that a launch may ask for: a current device's.
 const MAX_BLOCK_THREADS: u64 = 1024;
-const MAX_SHARED_BYTES: u32 = 227 << 10;
+pub(super) const MAX_SHARED_BYTES: u32 = 227 << 10;
 /// Largest grid in y and z.
 const MAX_GRID_YZ: u32 = 65535;
 
