@@ -150,7 +150,8 @@ EVG_DEVICE void stage_codes(u32* records, u32 column, const float (&values)[4], 
 #pragma unroll
     for (u32 i = 0; i < 4; i++) most = greater(fabsf(values[i]), most);
     for (int distance = 4; distance > 0; distance >>= 1) most = greater(__shfl_xor_sync(FULL_WARP, most, distance), most);
-    const float d = most / 127.0f, by = 1.0f / d;
+    // Fast forms of quotients: every block does this.
+    const float d = most * (1.0f / 127.0f), by = __fdividef(127.0f, most);
     u32 word = 0;
     int sum = 0;
 #pragma unroll

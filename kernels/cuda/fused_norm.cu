@@ -57,21 +57,20 @@ EVG_DEVICE float4 times(float4 v, float4 w) { return make_float4(v.x * w.x, v.y 
 
 EVG_DEVICE float4 plus(float4 v, float4 w) { return make_float4(v.x + w.x, v.y + w.y, v.z + w.z, v.w + w.w); }
 
-// Two sums over all threads at once.
-EVG_DEVICE float2 block_sums(float a, float b) {
-    __shared__ float2 partial[FUSED_WARPS];
-    a = warp_sum(a), b = warp_sum(b);
-    if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = make_float2(a, b);
+// A sum over all threads. `place` is where its parts meet: sums that follow each other have different ones, and so one barrier each.
+EVG_DEVICE float sum_at(u32 place, float a) {
+    __shared__ float partial[4][FUSED_WARPS];
+    a = warp_sum(a);
+    if (threadIdx.x % 32 == 0) partial[place][threadIdx.x / 32] = a;
     __syncthreads();
-    const float2 own = partial[threadIdx.x % FUSED_WARPS];
-    // The next sums go to the same place.
-    __syncthreads();
-    return make_float2(warp_reduce<Sum>(own.x, FUSED_WARPS), warp_reduce<Sum>(own.y, FUSED_WARPS));
+    return warp_reduce<Sum>(partial[place][threadIdx.x % FUSED_WARPS], FUSED_WARPS);
 }
 
-// h = gain * (h + norm(y) * weight), as in `residual_norm`; without parts h as it is. The row is kept; what divides it is given back. The
+// h = gain * (h + norm(y) * weight), as in `residual_norm`; without parts h as it is. The row is kept; what a norm multiplies it with is given back. The
 // kernel before has ended when this begins, and what was brought is there.
 template <u32 PIECES> EVG_DEVICE float make_row(const Sources& in, const Kept& kept) {
+    // What the mean takes.
+    const float part = __fdividef(1.0f, float(in.cols));
     float4 h[PIECES], y[PIECES], other[PIECES];
     float sum1 = 0.0f, sum2 = 0.0f;
 #pragma unroll
@@ -84,9 +83,8 @@ template <u32 PIECES> EVG_DEVICE float make_row(const Sources& in, const Kept& k
     if (in.x1) {
         float factor = 1.0f;
         if (in.norm1 || in.norm2) {
-            const float2 sums = block_sums(sum1, sum2);
-            const float one = in.norm1 ? 1.0f / sqrtf(sums.x / float(in.cols) + in.eps) : 1.0f;
-            const float two = in.norm2 ? 1.0f / sqrtf(sums.y / float(in.cols) + in.eps) : 1.0f;
+            const float one = in.norm1 ? rsqrtf(sum_at(0, sum1) * part + in.eps) : 1.0f;
+            const float two = in.norm2 ? rsqrtf(sum_at(1, sum2) * part + in.eps) : 1.0f;
 #pragma unroll
             for (u32 n = 0; n < PIECES; n++) {
                 const u32 i = 4 * (threadIdx.x + n * FUSED_THREADS);
@@ -99,7 +97,7 @@ template <u32 PIECES> EVG_DEVICE float make_row(const Sources& in, const Kept& k
         sum1 = 0.0f;
 #pragma unroll
         for (u32 n = 0; n < PIECES; n++) y[n] = plus(other[n], y[n]), sum1 += squares(y[n]);
-        if (in.weight) factor = 1.0f / sqrtf(block_sums(sum1, 0.0f).x / float(in.cols) + in.eps);
+        if (in.weight) factor = rsqrtf(sum_at(2, sum1) * part + in.eps);
 #pragma unroll
         for (u32 n = 0; n < PIECES; n++) {
             const u32 i = 4 * (threadIdx.x + n * FUSED_THREADS);
@@ -116,7 +114,7 @@ template <u32 PIECES> EVG_DEVICE float make_row(const Sources& in, const Kept& k
         sum += squares(h[n]);
         if (i < in.cols) *reinterpret_cast<float4*>(kept.row + i) = h[n];
     }
-    return sqrtf(block_sums(sum, 0.0f).x / float(in.cols) + in.eps);
+    return rsqrtf(sum_at(3, sum) * part + in.eps);
 }
 
 EVG_DEVICE float make_row(const Sources& in, const Kept& kept) {
@@ -189,7 +187,7 @@ static EVG_DEVICE void fused_norm(const Sources& in, char* h_out, const NormedTo
             evg_begin();
             // The first rows may still be on their way.
             copy_async_wait<int(F::STAGES - 1)>();
-            const float scaled = to.scale / make_row(in, kept);
+            const float scaled = to.scale * make_row(in, kept);
             if (h_out) last = was_last(counter);
             each_piece(kept, kept.normed, in.cols, scaled, [&](u32 i, const float(&z)[4], bool mine) { stage_codes(x, i, z, mine); });
             __syncthreads();
@@ -244,7 +242,7 @@ static EVG_DEVICE void fused_norm(const Sources& in, char* h_out, const NormedTo
         copy_async_commit();
         evg_begin();
         copy_async_wait<1>();
-        const float scaled = to.scale / make_row(in, kept);
+        const float scaled = to.scale * make_row(in, kept);
         if (h_out) last = was_last(counter);
         each_piece(kept, kept.normed, in.cols, scaled, [&](u32 i, const float(&z)[4], bool mine) {
             if (mine) *reinterpret_cast<float4*>(x + i) = make_float4(z[0], z[1], z[2], z[3]);
@@ -269,13 +267,13 @@ static EVG_DEVICE void fused_norm(const Sources& in, char* h_out, const NormedTo
         kept.bring(in, nullptr);
         evg_begin();
         copy_async_wait<0>();
-        const float divisor = make_row(in, kept);
+        const float factor = make_row(in, kept);
         if (h_out) last = was_last(counter);
 #pragma unroll
         for (u32 k = 0; k < MOST_NORMED; k++) {
             const NormedTo& to = normed[k];
             if (!to.weight || (!to.out && !to.q)) continue;
-            each_piece(kept, at<float>(to.weight, 0), in.cols, to.scale / divisor, [&](u32 i, const float(&z)[4], bool mine) {
+            each_piece(kept, at<float>(to.weight, 0), in.cols, to.scale * factor, [&](u32 i, const float(&z)[4], bool mine) {
                 if (to.out && mine) *reinterpret_cast<float4*>(to.out + i) = make_float4(z[0], z[1], z[2], z[3]);
                 if (to.q) store_codes({to.q, to.scales}, i, z, mine);
             });

@@ -228,6 +228,7 @@ static inline float __fmul_rn(float a, float b) {
     return value;
 }
 static inline float __fadd_rn(float a, float b) { return a + b; }
+static inline float __fdividef(float a, float b) { return a / b; }
 static inline float __fdiv_rn(float a, float b) { return a / b; }
 static inline int __float2int_rn(float value) { return int(nearbyintf(value)); }
 static inline float __int2float_rn(int value) { return float(value); }

@@ -162,6 +162,13 @@ impl<'b> Tensors<'b> {
         Ok(Codes { q, scales: self.output(&[&shape[..last], &[groups, 2]].concat())? })
     }
 
+    /// The bytes of all tensors as they are now.
+    #[cfg(test)]
+    pub(crate) fn contents(&mut self) -> Result<Vec<Vec<u8>>, KernelError> {
+        self.fetch()?;
+        Ok(self.allocations.iter().map(|allocation| allocation.after.clone()).collect())
+    }
+
     /// Copies all contents back from the device.
     pub(super) fn fetch(&mut self) -> Result<(), KernelError> {
         let (driver, stream) = (self.bench.driver(), self.bench.stream());

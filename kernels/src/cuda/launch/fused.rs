@@ -88,7 +88,7 @@ pub(crate) fn fused_norm(op: &FusedNorm, device: &DeviceInfo) -> Launches {
     let router_rows = op.router.as_ref().map_or(0, |router| router.w.dim(0));
     let router_blocks = router_rows.div_ceil(ROUTER_ROWS);
     // All at once, with those of the router and the one that writes.
-    let room = multiprocessors(device) * resident("EVG_N", 1);
+    let room = multiprocessors(device) * 2;
     let blocks = spread(groups, room.saturating_sub(router_blocks + 1).max(room / 2));
     let [which, router_which] = op.which();
     let mut call = op.call().dim(which).dim(log_parts as usize).dim(blocks);
@@ -112,7 +112,7 @@ pub(crate) fn fused_norm(op: &FusedNorm, device: &DeviceInfo) -> Launches {
 pub(crate) fn fused_router(op: &FusedRouter, device: &DeviceInfo) -> Launches {
     let (ty, used) = (op.products[0].w.ty(), op.router.ids.dim(1));
     let weights = op.products.iter().map(|product| &product.w);
-    let room = multiprocessors(device) * resident("EVG_R", 4);
+    let room = multiprocessors(device) * 4;
     let (groups, log_parts) = ROUTER.groups(weights, used, 2 * multiprocessors(device));
     let blocks = match &op.glu {
         Some(glu) => glu.gate.cols() / Quantize::GROUP,
@@ -137,7 +137,7 @@ pub(crate) fn fused_down(op: &FusedDown, device: &DeviceInfo) -> Launches {
     let experts = op.experts.as_ref().map(|(product, _)| &product.w);
     let (dense_groups, dense_log) = DOWN.groups(dense.into_iter(), 1, wanted);
     let (groups, log) = DOWN.groups(experts.into_iter(), 1, wanted);
-    let resident = wanted * resident("EVG_G", 4);
+    let resident = wanted * 4;
     let blocks = |groups| if groups == 0 { 0 } else { spread(groups, resident) };
     let (dense_blocks, blocks) = (blocks(dense_groups), blocks(groups));
     let units = |w: Option<&TensorView>, slots: usize| w.map_or(0, |w| w.cols() / 32 * slots);
@@ -145,8 +145,4 @@ pub(crate) fn fused_down(op: &FusedDown, device: &DeviceInfo) -> Launches {
     let shared = DOWN.rings(ty) + units(dense, 1).max(units(experts, used)) * UNIT_BYTES;
     let call = op.args(dense_blocks, dense_log, log);
     launch(of_fused_type(ty, "down"), DOWN.threads(), [dense_blocks + blocks, 1], shared, call)
-}
-
-fn resident(name: &str, otherwise: usize) -> usize {
-    std::env::var(name).ok().and_then(|v| v.parse().ok()).unwrap_or(otherwise)
 }

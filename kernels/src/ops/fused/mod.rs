@@ -12,6 +12,8 @@
 mod down;
 mod norm;
 mod router;
+#[cfg(test)]
+mod tests;
 
 use std::any::Any;
 
