@@ -4,9 +4,9 @@ use evergraph_pool::driver::host::{HostConfig, HostDevice};
 use evergraph_pool::driver::{DeviceOrdinal, DynDriver};
 
 use super::*;
-use crate::Kernels;
 use crate::cases::{Bench, Tensors};
-use crate::ops::{Activation, Add, Codes, GroupRank, Normed, Part, Scoring};
+use crate::ops::{Activation, Add, Call, Codes, GroupRank, Launches, Normed, Part, Scoring};
+use crate::{KernelError, Kernels};
 
 const WIDTH: usize = 64;
 const HIDDEN: usize = 32;
@@ -275,6 +275,52 @@ fn what_others_read_is_written() {
         ops
     };
     assert_same(&between, "a new input for the router");
+}
+
+/// An op that says nothing of what it touches, as a question to the host.
+#[derive(Debug)]
+struct Fence;
+
+impl Op for Fence {
+    fn name(&self) -> &'static str {
+        "fence"
+    }
+
+    fn reads(&self) -> Vec<&TensorView> {
+        Vec::new()
+    }
+
+    fn writes(&self) -> Vec<&TensorView> {
+        Vec::new()
+    }
+
+    fn check(&self) -> Result<(), KernelError> {
+        Ok(())
+    }
+
+    fn call(&self) -> Call {
+        Call::none()
+    }
+
+    fn launches(&self, _: &DeviceInfo) -> Launches {
+        Launches::new()
+    }
+}
+
+#[test]
+fn nothing_goes_past_a_question_to_the_host() {
+    let list = |room: &Room| {
+        let mut ops = room.feed_forward();
+        ops.insert(1, Box::new(Fence));
+        ops.insert(8, Box::new(Fence));
+        ops
+    };
+    let (_, _, names) = run(&list, true);
+    let fences: Vec<usize> = (0..names.len()).filter(|&at| names[at] == "fence").collect();
+    assert_eq!(names[..fences[0]], ["residual_norm"]);
+    assert!(names[fences[0]..fences[1]].iter().all(|name| !name.starts_with("expert")), "{names:?}");
+    assert!(!names.contains(&"fused_norm") && !names.contains(&"fused_router"), "{names:?}");
+    assert_same(&list, "fences");
 }
 
 #[test]
