@@ -134,7 +134,7 @@ impl Plan {
         self.devices.push(home);
     }
 
-    /// Puts ops of one token that a device does in one launch together; see [`fuse`](crate::ops::fuse). A plan over several devices
+    /// Puts ops of one token that a device does in one launch together; see [`fuse`]. A plan over several devices
     /// stays as it is.
     #[must_use]
     pub fn fused(mut self, device: &DeviceInfo, counter: &TensorView) -> Self {

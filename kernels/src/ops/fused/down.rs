@@ -173,7 +173,7 @@ impl Op for FusedDown {
         check.parameter(apart && alone, "results", writes, "apart from all that is read")
     }
 
-    /// The arguments behind how many blocks there are and how they share rows: see [`dense`](Self::dense_call).
+    /// None: the kernel takes what its launch works out, too (`args`).
     fn call(&self) -> Call {
         Call::none()
     }
