@@ -5,6 +5,7 @@
 #![allow(clippy::unwrap_used, unsafe_code, dropping_copy_types)]
 
 mod bounds;
+mod devices;
 mod failures;
 mod growing;
 mod moved;

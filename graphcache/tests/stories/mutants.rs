@@ -11,6 +11,7 @@ const TABLE: &[(&str, &str, &str)] = &[
         "cache.check-skipped",
         "moved::tracked_scratch_that_was_taken_is_repaired_before_the_next_launch",
     ),
+    ("1 every device's epoch is read", "cache.one-epoch", "devices::the_epoch_of_the_second_device_is_read_too"),
     ("1 no launch stale", "cache.stale-is-fine", "repairs::taken_scratch_comes_back_by_the_cheapest_way"),
     (
         "1 no needless refusal",
