@@ -45,6 +45,7 @@ const VIRTUAL_RULES: &[(&str, &str)] = &[
     ("virtual.all-may-reach", "plain_memory_of_a_peer_needs_peer_access"),
     ("virtual.all-may-reach", "a_range_is_granted_by_set_access"),
     ("virtual.new-pages-open", "new_pages_need_a_grant_of_their_own"),
+    ("virtual.ranges-touch", "the_start_of_a_peers_memory_is_no_end_of_ones_own"),
     ("virtual.homes-unchecked", "a_peer_copy_that_names_the_wrong_device_is_a_fault"),
     ("virtual.any-device-is-current", "calls_need_the_device_current"),
 ];

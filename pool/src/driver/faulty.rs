@@ -481,6 +481,10 @@ impl<D: Driver + ?Sized> Driver for Faulty<D> {
         self.inner.name_exec(exec, name);
     }
 
+    fn home(&self, ptr: DevicePtr) -> Option<DeviceOrdinal> {
+        self.inner.home(ptr)
+    }
+
     fn as_host(&self) -> Option<&host::HostDevice> {
         self.inner.as_host()
     }

@@ -21,6 +21,7 @@ mod choice;
 #[cfg(feature = "conformance")]
 pub mod conformance;
 pub mod cuda;
+pub mod debugging;
 mod error;
 pub mod faulty;
 mod handle_map;
@@ -28,6 +29,7 @@ pub mod host;
 pub(crate) mod host_memory;
 mod types;
 mod virtual_devices;
+mod watched;
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -38,6 +40,7 @@ pub use faulty::{Call, Faulty};
 pub use handle_map::{HandleHasher, HandleMap};
 pub use types::*;
 pub use virtual_devices::{VirtualDevice, VirtualMachine};
+pub use watched::WatchedCopies;
 
 /// A device: the four traits and its identity.
 pub trait Driver: Memory + Streams + Graphs + Modules + Debug + Send + Sync {
@@ -54,6 +57,12 @@ pub trait Driver: Memory + Streams + Graphs + Modules + Debug + Send + Sync {
     /// Says what an exec is called, for the fault's report should the context die while it runs.
     fn name_exec(&self, exec: ExecHandle, name: &str) {
         let _ = (exec, name);
+    }
+
+    /// The device whose memory is at an address, where that can be told. Host memory is no device's.
+    fn home(&self, ptr: DevicePtr) -> Option<DeviceOrdinal> {
+        let _ = ptr;
+        None
     }
 
     /// This driver as a host device, where it is one (through adaptors too).

@@ -166,16 +166,33 @@ stories! { in peers as conformance_peers;
         }
     }
 
-    /// An address that a kernel may have: the end of its own memory, where another device's begins. And what only looks
-    /// like one: the halves of two numbers.
+    /// One past the end is an address that kernels are given, wherever the other device's memory begins.
     fn the_end_of_ones_own_memory_is_no_access(rig) {
-        let ptr = rig.mapped(GRANULE);
-        let end = ptr.checked_add(GRANULE).unwrap();
-        let (_, _) = there(rig, 0);
         let stream = rig.stream();
-        rig.launch("peek", Args::new().ptr(end).u32(0), stream);
+        let mut ends = vec![rig.mapped(GRANULE).checked_add(GRANULE).unwrap()];
+        for _ in 0..8 {
+            ends.push(rig.driver.malloc(512).unwrap().checked_add(512).unwrap());
+            rig.peer.bind().unwrap();
+            let _ = rig.peer.malloc(512).unwrap();
+            rig.driver.bind().unwrap();
+        }
+        for end in ends {
+            rig.launch("peek", Args::new().ptr(end).u32(0), stream);
+        }
         rig.wait(stream);
         assert_eq!(rig.driver.fault(), None);
+    }
+
+    /// And the start of the other's memory is an access, wherever one's own ends.
+    fn the_start_of_a_peers_memory_is_no_end_of_ones_own(rig) {
+        let _ = rig.driver.malloc(512).unwrap();
+        rig.peer.bind().unwrap();
+        let ptr = rig.peer.malloc(512).unwrap();
+        rig.driver.bind().unwrap();
+        let stream = rig.stream();
+        let queued = rig.try_launch("peek", Args::new().ptr(ptr).u32(4), stream);
+        let words = "malloc of 512 bytes of device 1, no access for device 0";
+        rig.expect_foreign(queued, (&rig.driver, stream), "peek", (ptr, words));
     }
 
     /// Two threads with a device each capture and replay at the same time; neither sees the other's current device.

@@ -31,8 +31,8 @@ use cudarc::driver::sys;
 use parking_lot::Mutex;
 
 use super::{
-    DeviceInfo, DeviceOrdinal, Driver, DriverError, DriverErrorKind, DriverResult, ExecHandle, Fault, FunctionHandle,
-    HandleMap, ParamLayout, StreamHandle,
+    DeviceInfo, DeviceOrdinal, DevicePtr, Driver, DriverError, DriverErrorKind, DriverResult, ExecHandle, Fault,
+    FunctionHandle, HandleMap, ParamLayout, StreamHandle,
 };
 use flight::{Flight, Note, Suspect};
 
@@ -80,6 +80,7 @@ const REQUIRED: &[&str] = &[
     "cuMemHostRegister_v2",
     "cuMemHostUnregister",
     "cuMemHostGetDevicePointer_v2",
+    "cuPointerGetAttribute",
     "cuStreamCreateWithPriority",
     "cuStreamDestroy_v2",
     "cuStreamGetId",
@@ -418,6 +419,20 @@ impl Driver for CudaDevice {
 
     fn name_exec(&self, exec: ExecHandle, name: &str) {
         self.names.lock().insert(exec.0, name.to_owned());
+    }
+
+    fn home(&self, ptr: DevicePtr) -> Option<DeviceOrdinal> {
+        use sys::CUpointer_attribute as Attribute;
+        let ask = |which: Attribute| -> Option<u32> {
+            let mut value = 0u32;
+            // SAFETY: both attributes are a number of 32 bits, `value` is live, and any address may be asked about. The
+            // symbol is there. An address that nobody knows is an error of the call and nothing else.
+            let status = unsafe { sys::cuPointerGetAttribute((&raw mut value).cast(), which, ptr.0) };
+            (status as u32 == 0).then_some(value)
+        };
+        let kind = ask(Attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE)?;
+        let device_memory = kind == sys::CUmemorytype::CU_MEMORYTYPE_DEVICE as u32;
+        ask(Attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL).filter(|_| device_memory).map(DeviceOrdinal)
     }
 }
 

@@ -52,7 +52,9 @@ use std::sync::Arc;
 pub use config::{HostConfig, Poison};
 pub use kernel::{HostKernel, KernelContext, SpanCheck};
 
-use super::{DeviceInfo, DeviceOrdinal, Driver, DriverError, DriverErrorKind, DriverResult, ExecHandle, Fault};
+use super::{
+    DeviceInfo, DeviceOrdinal, DevicePtr, Driver, DriverError, DriverErrorKind, DriverResult, ExecHandle, Fault,
+};
 use crate::mutant;
 use machine::Machine;
 
@@ -186,6 +188,10 @@ impl Driver for HostDevice {
 
     fn name_exec(&self, exec: ExecHandle, name: &str) {
         self.set_exec_name(exec, name);
+    }
+
+    fn home(&self, ptr: DevicePtr) -> Option<DeviceOrdinal> {
+        self.machine.space.read().home(ptr.0).map(DeviceOrdinal)
     }
 
     fn as_host(&self) -> Option<&HostDevice> {

@@ -8,6 +8,7 @@ use crate::driver::{
     ExecHandle, FunctionHandle, GraphHandle, Graphs, HostCallback, HostPtr, LaunchConfig, MemInfo, Memory,
     ModuleHandle, ModuleImage, Modules, Node, NodeHandle, ParamLayout, PhysHandle, StreamHandle, Streams, UpdateResult,
 };
+use crate::mutant;
 
 /// The driver's number for peer access that is on already.
 const PEER_ACCESS_ALREADY_ENABLED: u32 = 704;
@@ -50,11 +51,28 @@ impl Memory for VirtualDevice {
     }
 
     fn address_reserve(&self, bytes: usize, align: usize, hint: Option<DevicePtr>) -> DriverResult<DevicePtr> {
-        pass!(self, address_reserve(bytes, align, hint))
+        self.enter("address_reserve")?;
+        // One unit more, so that no two ranges touch: see `apart`.
+        let guard_bytes = if bytes == 0 { 0 } else { self.mine(self.inner.granularity_bytes())? };
+        let guarded = bytes
+            .checked_add(guard_bytes)
+            .and_then(|whole| self.inner.address_reserve(whole, align, hint).ok().map(|ptr| (ptr, whole)));
+        let (ptr, whole) = match guarded {
+            Some(made) => made,
+            None => (self.mine(self.inner.address_reserve(bytes, align, hint))?, bytes),
+        };
+        self.machine.map.write().add_reservation(ptr, bytes, whole);
+        Ok(ptr)
     }
 
     fn address_free(&self, ptr: DevicePtr, bytes: usize) -> DriverResult<()> {
-        pass!(self, address_free(ptr, bytes))
+        self.enter("address_free")?;
+        let known = self.machine.map.write().take_reservation(ptr, bytes);
+        let gone = self.mine(self.inner.address_free(ptr, known.map_or(bytes, |(_, whole)| whole)));
+        if let (Err(_), Some((asked, whole))) = (&gone, known) {
+            self.machine.map.write().add_reservation(ptr, asked, whole);
+        }
+        gone
     }
 
     fn create(&self, bytes: usize) -> DriverResult<PhysHandle> {
@@ -75,7 +93,12 @@ impl Memory for VirtualDevice {
     }
 
     fn map(&self, ptr: DevicePtr, bytes: usize, offset_bytes: usize, handle: PhysHandle) -> DriverResult<()> {
-        pass!(self, map(ptr, bytes, offset_bytes, handle))?;
+        const CALL: &str = "map";
+        self.enter(CALL)?;
+        if !self.machine.map.read().fits_reservation(ptr, bytes) {
+            return Err(self.err(CALL, Kind::InvalidValue("the mapping ends past its reservation")));
+        }
+        self.mine(self.inner.map(ptr, bytes, offset_bytes, handle))?;
         self.machine.map.write().add_mapping(ptr, bytes, handle);
         Ok(())
     }
@@ -120,7 +143,7 @@ impl Memory for VirtualDevice {
         self.enter(CALL)?;
         let taken_bytes = Map::plain_bytes(bytes);
         self.charge(CALL, taken_bytes)?;
-        let made = self.mine(self.inner.malloc(bytes));
+        let made = self.mine(self.apart(bytes));
         let mut map = self.machine.map.write();
         match &made {
             Ok(ptr) => map.add_plain(*ptr, bytes, self.number()),
@@ -211,6 +234,24 @@ impl Memory for VirtualDevice {
 }
 
 impl VirtualDevice {
+    /// Plain memory that does not touch another device's: one past the end is an address that kernels are given, and where
+    /// that is the start of another's memory nobody can tell the two apart. What the driver hands out first is held until
+    /// there is another place. Where that is not soon found, memory that touches will do.
+    fn apart(&self, bytes: usize) -> DriverResult<DevicePtr> {
+        const TRIES: usize = 4;
+        let mut found = self.inner.malloc(bytes)?;
+        let mut touching = Vec::new();
+        while touching.len() < TRIES
+            && self.machine.map.read().touches_other(found, bytes, self.number())
+            && !mutant::is("virtual.ranges-touch")
+            && let Ok(other) = self.inner.malloc(bytes)
+        {
+            touching.push(std::mem::replace(&mut found, other));
+        }
+        let freed = touching.into_iter().map(|ptr| self.inner.free(ptr)).fold(Ok(()), Result::and);
+        freed.map(|()| found).inspect_err(|_| drop(self.inner.free(found)))
+    }
+
     /// Takes from the device's share.
     fn charge(&self, call: &'static str, bytes: usize) -> DriverResult<()> {
         if self.machine.map.write().charge(self.number(), bytes, self.info.total_bytes) {

@@ -46,6 +46,8 @@ pub(super) struct Map {
     spans: BTreeMap<u64, Span>,
     chunks: Slab<Chunk>,
     handles: HandleMap<PhysHandle, usize>,
+    /// Reservations by address: the bytes asked for, and those that the driver was asked for.
+    reservations: BTreeMap<u64, (usize, usize)>,
     devices: Vec<Account>,
 }
 
@@ -70,7 +72,13 @@ pub(super) struct Stranger {
 impl Map {
     pub(super) fn new(devices: usize) -> Self {
         let devices = vec![Account::default(); devices];
-        Self { spans: BTreeMap::new(), chunks: Slab::new(), handles: HandleMap::default(), devices }
+        Self {
+            spans: BTreeMap::new(),
+            chunks: Slab::new(),
+            handles: HandleMap::default(),
+            reservations: BTreeMap::new(),
+            devices,
+        }
     }
 
     pub(super) fn used_bytes(&self, device: u32) -> usize {
@@ -93,6 +101,26 @@ impl Map {
     pub(super) fn credit(&mut self, device: u32, bytes: usize) {
         let used = &mut self.devices[device as usize].used_bytes;
         *used = used.saturating_sub(bytes);
+    }
+
+    pub(super) fn add_reservation(&mut self, ptr: DevicePtr, asked: usize, whole: usize) {
+        self.reservations.insert(ptr.0, (asked, whole));
+    }
+
+    /// A reservation is about to go: what the driver knows of its size.
+    pub(super) fn take_reservation(&mut self, ptr: DevicePtr, asked: usize) -> Option<(usize, usize)> {
+        self.reservations.get(&ptr.0).filter(|known| known.0 == asked)?;
+        self.reservations.remove(&ptr.0)
+    }
+
+    /// Whether a range that begins in a reservation ends in what was asked for of it.
+    pub(super) fn fits_reservation(&self, ptr: DevicePtr, bytes: usize) -> bool {
+        match self.reservations.range(..=ptr.0).next_back() {
+            Some((&start, &(asked, whole))) if ptr.0 - start < whole as u64 => {
+                (ptr.0 - start).checked_add(bytes as u64).is_some_and(|end| end <= asked as u64)
+            }
+            _ => true,
+        }
     }
 
     pub(super) fn plain_bytes(bytes: usize) -> usize {
@@ -164,6 +192,14 @@ impl Map {
         self.devices[device as usize].peers &= !(1 << peer);
     }
 
+    /// Whether memory of another device ends where a range begins, or begins where it ends.
+    pub(super) fn touches_other(&self, ptr: DevicePtr, bytes: usize, device: u32) -> bool {
+        let others = |span: &Span| span.owner != device;
+        let before = self.spans.range(..ptr.0).next_back();
+        let ends_here = before.is_some_and(|(&start, span)| others(span) && start + span.bytes as u64 == ptr.0);
+        ends_here || ptr.checked_add(bytes).and_then(|end| self.spans.get(&end.0)).is_some_and(others)
+    }
+
     /// The plain allocation that starts there.
     pub(super) fn take_plain(&mut self, ptr: DevicePtr) -> Option<Taken> {
         let span = *self.spans.get(&ptr.0).filter(|span| span.content == Content::Plain)?;
@@ -223,11 +259,11 @@ impl Map {
 
     /// Whether a kernel of `device` may be given an address. Addresses that nobody here made are not looked into.
     pub(super) fn check_address(&self, device: u32, address: u64) -> Result<(), Stranger> {
-        let Some((start, span)) = self.at(address) else { return Ok(()) };
-        if self.reaches(device, span) {
+        let Some((start, span)) = self.at(address).filter(|(_, span)| !self.reaches(device, span)) else {
             return Ok(());
-        }
-        // One past the end of one's own memory is an address that kernels are given, and may be where another's begins.
+        };
+        // One past the end of one's own memory is an address that kernels are given. Ranges of two devices seldom touch
+        // (see `apart`); where they do, hardware's word is the last.
         let ends_there = start == address
             && self
                 .spans

@@ -147,12 +147,6 @@ impl VirtualDevice {
         &self.inner
     }
 
-    /// The virtual device whose memory is at an address, if one of this machine made it.
-    #[must_use]
-    pub fn home(&self, ptr: DevicePtr) -> Option<DeviceOrdinal> {
-        self.machine.map.read().home(ptr)
-    }
-
     fn number(&self) -> u32 {
         self.info.ordinal.0
     }
@@ -258,6 +252,10 @@ impl Driver for VirtualDevice {
 
     fn name_exec(&self, exec: ExecHandle, name: &str) {
         self.inner.name_exec(exec, name);
+    }
+
+    fn home(&self, ptr: DevicePtr) -> Option<DeviceOrdinal> {
+        self.machine.map.read().home(ptr)
     }
 
     fn as_host(&self) -> Option<&HostDevice> {

@@ -70,21 +70,36 @@ fn an_address_inside_a_struct_is_seen_and_one_without_a_layout_too() {
 }
 
 #[test]
-fn the_end_of_own_memory_may_be_where_anothers_begins() {
+fn the_end_of_own_memory_is_told_from_the_start_of_anothers() {
+    let devices = two();
+    let mut ranges = Vec::new();
+    for device in [0usize, 1, 0, 1] {
+        devices[device].bind().unwrap();
+        ranges.push((device as u32, devices[device].malloc(512).unwrap(), 512));
+        ranges.push((device as u32, mapped(&devices[device], None), PAGE));
+    }
+    let map = devices[0].machine.map.read();
+    for &(owner, ptr, bytes) in &ranges {
+        let other = 1 - owner;
+        assert_eq!(map.check_address(owner, ptr.0), Ok(()));
+        assert_eq!(map.check_address(owner, ptr.0 + bytes as u64), Ok(()), "the end of {ptr}");
+        let stranger = Stranger { address: ptr, owner: DeviceOrdinal(owner) };
+        assert_eq!(map.check_address(other, ptr.0), Err(stranger));
+        assert_eq!(map.check(owner, ptr, bytes), Ok(()));
+        assert_eq!(map.check(other, ptr, bytes), Err(stranger));
+        assert_eq!(map.check(other, ptr, 0), Ok(()), "nothing is no access");
+    }
+    // A range that runs into another device's memory is an access to it.
+    let (_, first, _) = ranges[0];
+    assert!(map.check(0, first, 1 << 40).is_err());
+    // Where they touch all the same, an end stays an end.
     let mut map = Map::new(2);
     map.add_plain(DevicePtr(0x1000), 0x100, 0);
     map.add_plain(DevicePtr(0x1100), 0x100, 1);
-    map.add_plain(DevicePtr(0x1200), 0x100, 1);
+    assert!(map.touches_other(DevicePtr(0x1200), 8, 0) && map.touches_other(DevicePtr(0xF00), 0x100, 1));
+    assert!(!map.touches_other(DevicePtr(0x1200), 8, 1) && !map.touches_other(DevicePtr(0x1201), 8, 0));
     assert_eq!(map.check_address(0, 0x1100), Ok(()));
-    for address in [0x1101, 0x1200, 0x12FF] {
-        let stranger = Stranger { address: DevicePtr(address), owner: DeviceOrdinal(1) };
-        assert_eq!(map.check_address(0, address), Err(stranger));
-    }
-    assert_eq!(map.check_address(0, 0x1300), Ok(()));
-    // A range that runs into it is an access all the same, and nothing is none.
-    assert!(map.check(0, DevicePtr(0x10F0), 0x11).is_err());
-    assert_eq!(map.check(0, DevicePtr(0x10F0), 0x10), Ok(()));
-    assert_eq!(map.check(0, DevicePtr(0x1150), 0), Ok(()));
+    assert!(map.check_address(0, 0x1101).is_err() && map.check(0, DevicePtr(0x1100), 1).is_err());
 }
 
 #[test]
