@@ -161,7 +161,7 @@ pub enum Error {
     },
     /// A model that no placement makes small enough for the device.
     #[error(
-        "no placement of the model fits: with all of it on the host the device still needs {needed_bytes} bytes, {free_bytes} are \
+        "no placement of the model fits: with as much of it on the host as can be the device still needs {needed_bytes} bytes, {free_bytes} are \
          free and {margin_bytes} of those are to stay so; try: a larger --mem-limit, a smaller -c, smaller -b and -ub, or a \
          smaller --fit-target"
     )]

@@ -177,6 +177,24 @@ fn what_is_chosen_runs_within_the_limit_and_one_step_more_would_not() {
     }
 }
 
+/// DeepSeek V4: its experts may stay on the host, and nothing else.
+#[test]
+fn a_model_whose_blocks_stay_whole_is_fitted_by_its_experts_alone() {
+    if !chunks_are_small("what fits") {
+        return;
+    }
+    let (file, mode) = (file("deepseek-v4.gguf"), PoolMode::Vmm);
+    let of = |experts_below| {
+        needs(mode, true, &file, &Candidate { experts_below, ..Candidate::default() }, session_config).reserved_bytes
+    };
+    let runtime = runtime(mode, None, true);
+    let chosen = fit(&file, &runtime, &Room::new(of(2), Some(0)), None, &session_config).unwrap().chosen;
+    assert_eq!((chosen.candidate.experts_below, chosen.candidate.device_layers), (2, None), "{chosen:?}");
+    let least = of(99);
+    let error = fit(&file, &runtime, &Room::new(least - 1, Some(0)), None, &session_config).unwrap_err();
+    assert!(matches!(error, Error::NoPlacement { needed_bytes, .. } if needed_bytes == least), "{error}");
+}
+
 #[test]
 fn graphs_of_shorter_texts_give_way_to_what_was_foretold() {
     if !chunks_are_small("what fits") {

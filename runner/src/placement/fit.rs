@@ -18,6 +18,8 @@ pub struct Needs {
     pub account: Account,
     /// Blocks of the model.
     pub blocks: usize,
+    /// Whether they can stay on the host as a whole.
+    pub whole_blocks: bool,
     /// Tokens in the sequence at most.
     pub context: usize,
 }
@@ -42,6 +44,7 @@ pub fn rehearse(
         reserved_bytes: stand_in.pool().stats().reserved_bytes.peak,
         account: Account::of(&session),
         blocks: model.depth(),
+        whole_blocks: model.streams.is_none(),
         context: session.context(),
     })
 }
@@ -83,6 +86,7 @@ pub fn fit(
     let limits = Limits {
         blocks: whole.blocks,
         expert_blocks: with_experts.filter(|block| *block < whole.blocks).max().map_or(0, |last| last + 1),
+        whole_blocks: whole.whole_blocks,
         context: least_context.filter(|_| open.get()).map(|least| (least.max(1), whole.context)),
     };
     let mut known = vec![(Candidate::default(), whole)];

@@ -44,6 +44,8 @@ pub struct Limits {
     pub blocks: usize,
     /// The first block behind the last one that has experts; 0 where there are none.
     pub expert_blocks: usize,
+    /// Whether blocks can stay on the host as a whole.
+    pub whole_blocks: bool,
     /// The shortest context that will do, and the one wished for; none for a context that is not to be touched.
     pub context: Option<(usize, usize)>,
 }
@@ -110,14 +112,15 @@ pub fn choose(room: &Room, limits: &Limits, needs: &mut dyn FnMut(&Candidate) ->
             Found::None(bytes) => (base, best) = (of(0), bytes),
         }
     }
-    let of = |step: usize| Candidate { device_layers: Some(step), ..base };
-    match search.most(limits.blocks + 1, best, of)? {
-        Found::Some(chosen) => Ok(chosen),
-        Found::None(needed_bytes) => {
-            let Room { free_bytes, margin_bytes } = *room;
-            Err(Error::NoPlacement { needed_bytes, free_bytes, margin_bytes })
+    if limits.whole_blocks {
+        let of = |step: usize| Candidate { device_layers: Some(step), ..base };
+        match search.most(limits.blocks + 1, best, of)? {
+            Found::Some(chosen) => return Ok(chosen),
+            Found::None(bytes) => best = bytes,
         }
     }
+    let Room { free_bytes, margin_bytes } = *room;
+    Err(Error::NoPlacement { needed_bytes: best, free_bytes, margin_bytes })
 }
 
 /// What a search gave: a choice, or what the smallest one takes.

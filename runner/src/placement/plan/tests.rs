@@ -20,7 +20,7 @@ const ALWAYS: u64 = 500;
 impl Model {
     fn limits(self, least: Option<usize>) -> Limits {
         let context = least.map(|least| (least, self.context));
-        Limits { blocks: self.blocks, expert_blocks: self.with_experts, context }
+        Limits { blocks: self.blocks, expert_blocks: self.with_experts, whole_blocks: true, context }
     }
 
     fn needs(self, candidate: &Candidate) -> u64 {
@@ -111,6 +111,16 @@ fn what_never_fits_is_an_error_with_numbers() {
     let Error::NoPlacement { needed_bytes, free_bytes, margin_bytes } = error else { panic!("{error}") };
     assert_eq!((needed_bytes, free_bytes, margin_bytes), (ALWAYS + 5000, 5000, 100));
     assert!(error.to_string().contains("--mem-limit"));
+    // Blocks that can not go as a whole stay.
+    let limits = Limits { whole_blocks: false, ..MODEL.limits(None) };
+    let mut tried = Vec::new();
+    let error = choose(&Room::new(5000, Some(100)), &limits, &mut |candidate| {
+        tried.push(*candidate);
+        Ok(MODEL.needs(candidate))
+    });
+    let least = MODEL.needs(&Candidate { experts_below: 8, ..Candidate::default() });
+    assert!(matches!(error, Err(Error::NoPlacement { needed_bytes, .. }) if needed_bytes == least));
+    assert!(tried.iter().all(|candidate| candidate.device_layers.is_none()), "{tried:?}");
     // Errors of a rehearsal end the search.
     let failed = choose(&Room::new(0, None), &MODEL.limits(None), &mut |_| Err(Error::CheckFailed("no".to_owned())));
     assert!(matches!(failed, Err(Error::CheckFailed(_))));
