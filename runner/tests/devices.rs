@@ -5,8 +5,8 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use evergraph_pool::driver::host::{HostConfig, HostMachine};
-use evergraph_pool::driver::{DeviceOrdinal, DynDriver};
+use evergraph_pool::driver::host::{HostConfig, HostDevice, HostMachine};
+use evergraph_pool::driver::{DeviceOrdinal, DynDriver, VirtualMachine};
 use evergraph_runner::engine::{ActType, KvType, PoolConfig, PoolMode, Runtime, RuntimeConfig, Session, SessionConfig};
 use evergraph_runner::gguf::Gguf;
 use evergraph_runner::models;
@@ -41,10 +41,19 @@ struct Way {
     ubatch: usize,
     /// Whether weights are copied to the devices, as on hardware.
     copied: bool,
+    /// Whether the devices are virtual ones of one device.
+    parts: bool,
 }
 
-const PLAIN: Way =
-    Way { devices: 1, mode: PoolMode::Vmm, graphs: true, act: ActType::F32, ubatch: usize::MAX, copied: false };
+const PLAIN: Way = Way {
+    devices: 1,
+    mode: PoolMode::Vmm,
+    graphs: true,
+    act: ActType::F32,
+    ubatch: usize::MAX,
+    copied: false,
+    parts: false,
+};
 
 /// Logits of each prompt position, then of each greedy step, with the tokens.
 #[derive(Debug, Default, PartialEq)]
@@ -54,8 +63,13 @@ struct Trace {
 }
 
 fn runtime(way: Way) -> Arc<Runtime> {
-    let machine = HostMachine::new(way.devices, HostConfig::default()).unwrap();
-    let drivers: Vec<DynDriver> = machine.iter().map(|device| Arc::clone(device) as DynDriver).collect();
+    let drivers: Vec<DynDriver> = if way.parts {
+        let one = HostDevice::new(HostConfig::default()).unwrap() as DynDriver;
+        VirtualMachine::new(&[one], way.devices).unwrap().into_iter().map(|device| device as DynDriver).collect()
+    } else {
+        let machine = HostMachine::new(way.devices, HostConfig::default()).unwrap();
+        machine.into_iter().map(|device| device as DynDriver).collect()
+    };
     let mut config = RuntimeConfig::default();
     config.pool = PoolConfig::new(way.mode);
     config.graphs = way.graphs;
@@ -136,6 +150,25 @@ fn weights_that_are_copied_go_to_their_devices() {
         let way = Way { act: ActType::Q8, copied: true, ..PLAIN };
         let one = trace(model, way, &Placement::default());
         assert!(trace(model, Way { devices: 3, ..way }, &Placement::default()) == one, "{model}");
+    }
+}
+
+/// Virtual devices of one device, as several of one GPU are: each pointer of a launch is looked up, and none is another's.
+#[test]
+fn virtual_devices_of_one() {
+    let rules = vec![Rule { names: Names::ExpertsBelow(usize::MAX), home: Home::Host }];
+    let experts = Placement { rules, ..Placement::default() };
+    for (model, placement) in [
+        ("gemma4-e.gguf", Placement::default()),
+        ("gemma4-moe.gguf", Placement::default()),
+        ("deepseek-v4.gguf", Placement::default()),
+        ("deepseek-v4.gguf", experts),
+    ] {
+        let one = trace(model, PLAIN, &placement);
+        for graphs in [true, false] {
+            let way = Way { devices: 2, parts: true, graphs, ..PLAIN };
+            assert!(trace(model, way, &placement) == one, "{model}, graphs {graphs}");
+        }
     }
 }
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use clap::Args;
 
-use super::device::{choose, drivers};
+use super::device::choose;
 use super::flags::{ActChoice, PoolChoice, Switch};
 use super::output::{Output, progress, say};
 use super::placement::{HostWorkChoice, StreamExperts};
@@ -305,7 +305,7 @@ impl Flags {
         let host_work = self.host_work.map(Into::into);
         let (act, fuse) = (self.act.into(), self.fuse == Switch::On);
         let config = RuntimeConfig { pool, graphs, act, fuse, host_work, ..RuntimeConfig::default() };
-        Runtime::several(drivers(device, self.devices)?, config).map(Arc::new)
+        Runtime::on(device, config).map(Arc::new)
     }
 }
 
@@ -316,7 +316,7 @@ pub(super) fn run(flags: &Flags, out: &mut Output) -> Result<()> {
     let lists = flags.lists();
     let rows = lists.rows()?;
     bench::check(&rows, flags.devices as usize)?;
-    let device = choose(flags.device.as_deref())?;
+    let device = choose(flags.device.as_deref())?.with_devices(flags.devices);
     let setup = flags.setup(&device);
     let limit = setup.mem_limit_bytes.map_or_else(String::new, |bytes| format!(", limit {}", format_size(bytes)));
     let graphs = if setup.graphs { "on" } else { "off" };

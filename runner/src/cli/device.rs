@@ -3,8 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use evergraph_kernels::cuda::{DiskCache, Target, lacking};
-use evergraph_pool::driver::host::{HostConfig, HostMachine};
-use evergraph_pool::driver::{DeviceInfo, DynDriver, cuda};
+use evergraph_pool::driver::{DeviceInfo, cuda};
 
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -59,25 +58,6 @@ pub(super) fn kernels_missing(info: &DeviceInfo) -> Option<(String, String)> {
         Some((what, advice)) => (format!("no kernels for {}: {what}", info.name), advice.to_owned()),
         None => (format!("no kernels for {}: {text}", info.name), "another NVRTC".to_owned()),
     })
-}
-
-/// The drivers of so many devices.
-///
-/// # Errors
-/// [`Error::Unsupported`] for several of hardware; those of the host device.
-pub(super) fn drivers(device: &Device, count: u32) -> Result<Vec<DynDriver>> {
-    match (count, device.is_host()) {
-        (0 | 1, _) => Ok(vec![device.driver(HostConfig::default())?]),
-        (_, true) => {
-            let machine = HostMachine::new(count as usize, HostConfig::default())?;
-            Ok(machine.into_iter().map(|device| device as DynDriver).collect())
-        }
-        (_, false) => Err(Error::Unsupported {
-            what: "a model on several devices of this kind",
-            found: format!("--devices {count} on {}", device.words()),
-            advice: "--device host, or --devices 1".to_owned(),
-        }),
-    }
 }
 
 /// Turns `--device` into a device.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use clap::{Args, ValueEnum};
 use serde_json::{Value, json};
 
-use super::device::{choose, drivers};
+use super::device::choose;
 use super::fit::{FitFlags, Start};
 use super::output::say;
 use super::placement::{HostWorkChoice, PlacementFlags};
@@ -99,7 +99,7 @@ pub(super) struct DeviceFlags {
 impl DeviceFlags {
     /// Takes the device and says which.
     fn open(&self, act: ActType, rounded_keys: bool) -> Result<Arc<Runtime>> {
-        let device = choose(self.device.as_deref())?;
+        let device = choose(self.device.as_deref())?.with_devices(self.devices);
         let threads = evergraph_kernels::threads(self.threads.unwrap_or(0) as usize)?;
         let mut pool = PoolConfig::new(match self.pool {
             PoolChoice::Vmm => PoolMode::Vmm,
@@ -115,11 +115,10 @@ impl DeviceFlags {
             fuse: self.fuse == Switch::On,
             ..RuntimeConfig::default()
         };
-        let runtime = Runtime::several(drivers(&device, self.devices)?, config)?;
+        let runtime = Runtime::on(&device, config)?;
         let limit = self.mem_limit.map_or_else(String::new, |bytes| format!(", limit {}", format_size(bytes as u64)));
         let graphs = if self.graphs == Switch::On { "on" } else { "off" };
-        let on = if device.is_host() { format!("host, {threads} threads") } else { device.to_string() };
-        let on = if self.devices > 1 { format!("{} devices: {on}", self.devices) } else { on };
+        let on = if device.is_host() { format!("{device}, {threads} threads") } else { device.to_string() };
         say(format!("device: {on}; pool: {}{limit}; graphs: {graphs}", runtime.pool().mode()));
         Ok(Arc::new(runtime))
     }

@@ -8,7 +8,7 @@ use evergraph_kernels::plan::{DeviceLane, Events};
 use evergraph_kernels::{KernelError, Kernels};
 use evergraph_pool::driver::host::HostConfig;
 use evergraph_pool::driver::{DeviceOrdinal, DynDriver};
-use evergraph_pool::{Pool, ScratchPolicy, Stream, Touch, Tracked, Use};
+use evergraph_pool::{Pool, Purpose, ScratchPolicy, Stream, Touch, Tracked, Use};
 pub use evergraph_pool::{PoolConfig, PoolMode};
 
 use super::host::{HostSide, HostWork};
@@ -112,6 +112,24 @@ impl Unit {
     }
 }
 
+/// Lets devices of hardware copy what crosses from one to another: inside a graph that is a plain copy, which needs access to the
+/// mapped pages of the other. Virtual devices of one physical device need none, and are watched the better without.
+fn grant(units: &[Unit]) -> Result<()> {
+    let physical = |unit: &Unit| {
+        let info = unit.pool.driver().info();
+        info.virtual_of.unwrap_or(info.ordinal)
+    };
+    for unit in units.iter().filter(|unit| unit.pool.driver().info().backend == "cuda") {
+        for peer in units.iter().filter(|peer| physical(peer) != physical(unit)) {
+            peer.pool.driver().bind()?;
+            if peer.pool.driver().can_access_peer(unit.device())? {
+                unit.pool.grant(peer.pool.driver(), &[Purpose::Scratch, Purpose::State])?;
+            }
+        }
+    }
+    Ok(())
+}
+
 /// One device or several, ready for work.
 ///
 /// # Reuse and capture
@@ -138,12 +156,12 @@ impl Runtime {
         Self::on(&Device::host(), config)
     }
 
-    /// Takes a device that was chosen.
+    /// Takes the device that was chosen, or the devices.
     ///
     /// # Errors
-    /// Those of the driver and the pool.
+    /// Those of the drivers and the pools.
     pub fn on(device: &Device, config: RuntimeConfig) -> Result<Self> {
-        Self::new(device.driver(HostConfig::default())?, config)
+        Self::several(device.drivers(HostConfig::default())?, config)
     }
 
     /// Takes a device by its driver.
@@ -162,6 +180,7 @@ impl Runtime {
         let Some(first) = drivers.first() else { return Err(Error::argument("--devices", "at least one", 0)) };
         let costs = CostTable::of(first.info());
         let units = drivers.into_iter().map(|driver| Unit::new(driver, &config)).collect::<Result<Vec<_>>>()?;
+        grant(&units)?;
         let cache = GraphCache::new(CacheConfig::default().graphs(config.graphs).strict(config.strict).costs(costs));
         Ok(Self { cache, units, rehearsal: None, config })
     }
