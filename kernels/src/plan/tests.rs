@@ -4,7 +4,9 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use evergraph_pool::driver::{DeviceOrdinal, DevicePtr};
+use evergraph_pool::driver::host::{HostConfig, HostMachine};
+use evergraph_pool::driver::{DeviceOrdinal, DevicePtr, DynDriver};
+use evergraph_pool::{Pool, PoolConfig, Stream};
 use proptest::prelude::*;
 
 use super::*;
@@ -236,6 +238,43 @@ fn a_plan_is_printed() {
     let dot = dot(&steps);
     assert!(dot.starts_with("digraph") && dot.contains("s1 -> s2;") && dot.contains("the \\\"x\\\""), "{dot}");
     assert_eq!(dot.matches("subgraph").count(), 2);
+}
+
+/// Work on another device that nobody reads: it is done when the stream is on which the plan begins and ends.
+#[test]
+fn a_plan_ends_where_it_begins() {
+    // Streams run only as far as somebody waits for.
+    let machine = HostMachine::new(2, HostConfig::default().stepped(true)).unwrap();
+    let drivers: Vec<DynDriver> = machine.into_iter().map(|device| device as DynDriver).collect();
+    let kernels: Vec<Kernels> = drivers.iter().map(|driver| Kernels::load(Arc::clone(driver)).unwrap()).collect();
+    let events: Vec<Events> = drivers.iter().map(|driver| Events::new(driver).unwrap()).collect();
+    let pool = |driver: &DynDriver| Pool::new(Arc::clone(driver), PoolConfig::vmm()).unwrap();
+    let pools: Vec<Pool> = drivers.iter().map(pool).collect();
+    let streams: Vec<Stream> = drivers.iter().map(|driver| Stream::new(driver).unwrap()).collect();
+    let slices: Vec<_> =
+        pools.iter().zip(&streams).map(|(pool, stream)| pool.alloc::<f32>(16, stream).unwrap()).collect();
+    let view = |n: usize| {
+        let root = Root::new("x", slices[n].ptr(), 64, pools[n].device());
+        TensorView::new(&root, QuantType::F32, &[1, 16]).unwrap()
+    };
+    let lane = |n: usize| {
+        let (device, stream) = (pools[n].device(), streams[n].handle());
+        DeviceLane { device, kernels: &kernels[n], stream, events: &events[n] }
+    };
+    let lanes = [lane(0), lane(1)];
+    let mut plan = Plan::new();
+    plan.push(Fill { x: view(0), value: 3.0 }).unwrap();
+    plan.push(Fill { x: view(1), value: 5.0 }).unwrap();
+    assert!(plan.order().iter().all(|after| after.is_empty()));
+    plan.launch_over(&lanes, false).unwrap();
+    streams[0].synchronize().unwrap();
+    // A stream of its own, so that reading runs nothing of the plan.
+    let reader = Stream::new(&drivers[1]).unwrap();
+    assert_eq!(reader.download(&slices[1]).unwrap(), [5.0; 16]);
+    // A device without a lane is no device to run on.
+    let third = root("far away", 64, 2);
+    plan.push(Fill { x: TensorView::new(&third, QuantType::F32, &[1, 16]).unwrap(), value: 1.0 }).unwrap();
+    assert!(matches!(plan.launch_over(&lanes, false), Err(KernelError::Placement { .. })));
 }
 
 /// A step of a random list: kind, destination, two sources, and how views of them are cut.
