@@ -23,7 +23,7 @@ pub struct Debugging {
     /// address.
     pub ops: bool,
     /// Each copy is said before it is queued, waited for, and the device is asked for older errors before it: see
-    /// [`WatchedCopies`](super::WatchedCopies).
+    /// [`WatchedCopies`].
     pub copies: bool,
 }
 
