@@ -5,6 +5,7 @@
 // At one token the instructions count as much as the bytes: whatever a row needs once is worked out once.
 #pragma once
 
+#include "codes.cuh"
 #include "matvec.cuh"
 
 template <u32 TYPE, u32 WARPS> struct Flow {
@@ -171,5 +172,5 @@ EVG_DEVICE void stage_codes(u32* records, u32 column, const float (&values)[4], 
     if (at == 4) record[10] = __float_as_uint(d * float(sum));
 }
 
-// The types whose products are fused with what is beside them. `launch/fused.rs` has the same.
+// The types whose products are fused with what is beside them. `src/ops/fused` has the same.
 #define FOR_FUSED_TYPES(DO) DO(Q4_0) DO(Q8_0) DO(Q4_K) DO(Q5_K) DO(Q6_K)

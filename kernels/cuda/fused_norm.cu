@@ -129,9 +129,6 @@ struct NormedTo {
     float scale;
 };
 
-// What `glu` is where products are written as they are.
-#define NO_GLU 0xFFFFFFFFu
-
 struct FusedProduct {
     const u8* w;
     float* y;

@@ -10,7 +10,6 @@
 #define FUSED_WARPS 8u
 #define FUSED_THREADS 256u
 #define MOST_UNITS 256u
-#define NO_GLU 0xFFFFFFFFu
 
 struct Routed {
     const float *logits, *bias;

@@ -2,6 +2,9 @@
 #pragma once
 #include "common.cuh"
 
+// The activation of a kernel that is to do without a gated unit.
+#define NO_GLU 0xFFFFFFFFu
+
 // `min` and `clamp` that keep what the host device's do: NaN gives the limit in `min`, and stays in `clamp`.
 EVG_DEVICE float clamp(float x, float limit) { return x > limit ? limit : x < -limit ? -limit : x; }
 

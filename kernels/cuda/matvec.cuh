@@ -9,7 +9,6 @@
 #pragma once
 
 #include "activations.cuh"
-#include "codes.cuh"
 #include "copy_async.cuh"
 
 #define MATVEC_THREADS 256u

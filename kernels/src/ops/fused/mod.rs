@@ -121,7 +121,7 @@ fn activation(of: Activation) -> usize {
     }
 }
 
-/// The number and the limit of a gated unit for a kernel that may do without.
+/// The number and the limit of a gated unit for a kernel that may do without (`NO_GLU` in `gated.cuh`).
 pub(crate) fn glu_args(call: Call, glu: Option<&Glu>) -> Call {
     let limit = glu.and_then(|glu| glu.limit).unwrap_or(f32::INFINITY);
     call.dim(glu.map_or(u32::MAX as usize, |glu| activation(glu.activation))).float(limit)
